@@ -254,7 +254,7 @@ PLANTED = (
         "optimizer.state[param] = _with_dtypes(", "_with_dtypes(", test="promises/test_resume.py",
     ),
     Planted(
-        "the body after an epoch is not seeded", SAME_BITS, "train/loops/boundary.py",
+        "the body after an epoch is not seeded", SAME_BITS, "train/loops/loop.py",
         "        seed_all(derive(self._context.config.seed, purpose, step=number))\n", "",
     ),
     Planted(
@@ -280,7 +280,7 @@ PLANTED = (
     ),
     Planted(
         "a lane of a stream continues without its seed", RESUME, "data/lanes.py",
-        "        self._seed_for(lane, start // self._size)\n", "", script="stream",
+        "        self._seed_for(lane, step)\n", "", script="stream",
     ),
     # --- several loops, and lines outside of the steps
     Planted(
@@ -304,8 +304,8 @@ PLANTED = (
         "state.set_script(prepared.restore_again(context))", "pass", "kill_all", "phases",
     ),
     Planted(
-        "the lines after a loop are not seeded", SAME_BITS, "train/loops/boundary.py",
-        '        self.seed_body("after", state.steps_done)\n', "", "kill_all", "phases",
+        "the lines after a loop are not seeded", SAME_BITS, "train/loops/loop.py",
+        '        self._seed_body("after", state.steps_done)\n', "", "kill_all", "phases",
     ),
     Planted(
         "a row that was logged before a restart is written again", METRICS, "train/run.py",

@@ -220,7 +220,7 @@ EMPTY = {"$": "tensor", "name": "empty", "dtype": "uint8", "shape": [0]}
                 {"order": {"a": 1}},
                 {"order": {"epoch": 1, "indices": None}},
                 {"order": {"epoch": 1, "indices": {"$": "scalar", "dtype": "<i8", "shape": [], "bytes": BYTES}}},
-                {"lanes": [{"samples": 1, "mark": "", "start": []}]},
+                {"lanes": [[0, 1, "", 0]]},
                 {"loops": [[]]},
                 {"loops": [["", 1]]},
                 {"frozen": [1]},

@@ -5,7 +5,7 @@ that computes its micro-batch.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -24,77 +24,55 @@ from samestep.torch_internals import as_worker
 END = object()  # of an iterator
 
 
-class LaneStart(NamedTuple):
-    """A point from which a lane can be read again.
-
-    Attributes:
-        num_samples: number of samples before this point.
-        num_passes: how often the lane has begun again.
-        state: the lane's `state_dict`; None without one, and at the beginning.
-    """
-
-    num_samples: int
-    num_passes: int
-    state: Any
-
-
 class LanePosition(NamedTuple):
-    """The position of a lane after one of its micro-batches.
+    """The position of a lane after one of its micro-batches, which is read again after a restart, to compare the mark.
 
     Attributes:
         lane: number of the lane.
         num_samples: number of samples that the lane has given.
-        mark: hash of the last sample.
-        start: the point before that micro-batch, which is read again after a restart, to compare the mark.
+        mark: hash of the last one.
+        start: number of samples before the micro-batch.
+        num_passes: how often the lane had begun again before it.
+        state: the lane's `state_dict` before it; None without one, and at the beginning.
     """
 
     lane: int
     num_samples: int
     mark: str
-    start: LaneStart
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Return the position for a snapshot, or for another rank."""
-        return {"samples": self.num_samples, "mark": self.mark, "start": [*self.start]}
-
-    @classmethod
-    def from_row(cls, lane: int, row: Mapping[str, Any]) -> "LanePosition":
-        """Return the position of `row`."""
-        return cls(lane, row["samples"], row["mark"], LaneStart(*row["start"]))
+    start: int
+    num_passes: int
+    state: Any
 
 
 class _Lane:
-    """A lane, read from its beginning or from a state. It begins again when it ends.
+    """A lane, read from its beginning or from a position with a state. It begins again when it ends.
 
     Attributes:
         num_samples: how many samples it has given.
-        last: the last one.
-        start: the point before the last `draw`.
     """
 
-    def __init__(self, dataset: Any, lane: int, num_lanes: int, start: LaneStart | None) -> None:
+    def __init__(self, dataset: Any, lane: int, num_lanes: int, position: LanePosition | None) -> None:
         self._dataset = dataset
         self._lane = lane
         self._num_lanes = num_lanes
         self._is_given = has_lanes(dataset)
         self.num_samples = 0
         self._num_passes = -1
-        self.last: Any = None
-        self.start = LaneStart(0, 0, None)
+        self._last: Any = None
+        self._before: tuple[int, int, Any] = (0, 0, None)  # the last three fields of `LanePosition`
         self._samples: Any = None
         self._iterator: Iterator[Any] = iter(())
-        if start is not None:
-            self.num_samples = start.num_samples
-            self._num_passes = start.num_passes - 1
-            self._begin_pass(start.state)
+        if position is not None:
+            self.num_samples = position.start
+            self._num_passes = position.num_passes - 1
+            self._begin_pass(position.state)
 
     def draw(self, count: int) -> list[Any]:
         """Return the next samples."""
-        self.start = self._read_start()
         samples: list[Any] = []
         with self._reporting():
             try:
+                self._before = (self.num_samples, self._num_passes, self._copy_state())
                 while len(samples) < count:
                     sample = next(self._iterator, END)
                     samples.append(self._draw_first() if sample is END else sample)
@@ -107,8 +85,12 @@ class _Lane:
                     code="SS301",
                 ) from error
         self.num_samples = self.num_samples + count
-        self.last = samples[-1]
+        self._last = samples[-1]
         return samples
+
+    def find_position(self) -> LanePosition:
+        """Return the position after the last `draw`."""
+        return LanePosition(self._lane, self.num_samples, hash_content(self._last), *self._before)
 
     def _reporting(self) -> AbstractContextManager[None]:
         """Report the lane as a worker by `get_worker_info`, unless the data set has a method `lane`."""
@@ -147,21 +129,10 @@ class _Lane:
                 code="SS314",
             ) from None
 
-    def _read_start(self) -> LaneStart:
-        """Return the point from which the next sample can be read again."""
+    def _copy_state(self) -> Any:
+        """Return what `load_state_dict` needs to read the next sample again; None if the lane has no state."""
         has_state = all(callable(getattr(self._samples, name, None)) for name in ("state_dict", "load_state_dict"))
-        if not has_state:
-            return LaneStart(self.num_samples, self._num_passes, None)
-        try:
-            state = copy.deepcopy(self._samples.state_dict())
-        except Exception as error:
-            raise InvalidType(
-                f"the state_dict of lane {self._lane} of {self._num_lanes} of the stream "
-                f"({type(self._dataset).__name__}) cannot be copied ({type(error).__name__}: {error}): return numbers, "
-                "strings, lists, dicts and tensors",
-                code="SS314",
-            ) from error
-        return LaneStart(self.num_samples, self._num_passes, state)
+        return copy.deepcopy(self._samples.state_dict()) if has_state else None
 
 
 class Lanes:
@@ -190,16 +161,12 @@ class Lanes:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
 
-    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Continue at the positions in a snapshot. `rows`: see `LanePosition.row`."""
-        for lane, row in enumerate(rows):
-            self.positions[lane] = LanePosition.from_row(lane, row)
-
-    def move(self, positions: Mapping[int, LanePosition]) -> None:
+    def move(self, positions: Iterable[LanePosition]) -> None:
         """Note the positions that are newer than the known ones. A lane that is opened later begins at its start."""
-        for lane, position in positions.items():
-            if lane not in self.positions or self.positions[lane].num_samples < position.num_samples:
-                self.positions[lane] = position
+        for position in positions:
+            known = self.positions.get(position.lane)
+            if known is None or known.num_samples < position.num_samples:
+                self.positions[position.lane] = position
 
     def list_behind(self, steps_done: int) -> list[int]:
         """Return the lanes whose positions are not those after so many steps of the run."""
@@ -216,36 +183,32 @@ class Lanes:
         first = (step * self.num_lanes + lane) * self._size
         return np.arange(first, first + self._size)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of one micro-batch. A request for an earlier sample begins the lane again."""
-        lane, start = self._locate(indices[0])
+        """Return the samples of one micro-batch. A request for an earlier one begins the lane again."""
+        lane, step = self._locate(indices[0])
         reader = self._open.get(lane)
-        if reader is None or reader.num_samples != start:
-            reader = self._open[lane] = self._reopen(lane, start)
-        return reader.draw(len(indices))
+        if reader is None or reader.num_samples != step * self._size:
+            reader = self._open[lane] = self._reopen(lane, step)
+        return reader.draw(self._size)
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """Return the lane of a sample, and its position there."""
-        micro_batch, offset = divmod(index, self._size)
-        step, lane = divmod(micro_batch, self.num_lanes)
-        return lane, step * self._size + offset
+        """Return the lane of a sample, and the step of the loop."""
+        step, lane = divmod(index // self._size, self.num_lanes)
+        return lane, step
 
-    def _reopen(self, lane: int, start: int) -> _Lane:
-        """Open a lane at position `start`. Read the samples before with the generators seeded as they were then."""
+    def _reopen(self, lane: int, step: int) -> _Lane:
+        """Open a lane at a step. Read the samples before with the generators seeded as they were then."""
+        start = step * self._size
         position = self.positions.get(lane)
-        known = None if position is None else position.start
-        has_state = known is not None and known.state is not None and known.num_samples <= start
-        reader = _Lane(self.dataset, lane, self.num_lanes, known if has_state else None)
+        has_state = position is not None and position.state is not None and position.start <= start
+        reader = _Lane(self.dataset, lane, self.num_lanes, position if has_state else None)
         if reader.num_samples == start:
             return reader
-        while (at := reader.num_samples) < start:
-            self._seed_for(lane, at // self._size)
-            reader.draw(min(self._size - at % self._size, start - at))
-            is_known = position is not None and position.num_samples == reader.num_samples
-            if position is not None and is_known and hash_content(reader.last) != position.mark:
+        while reader.num_samples < start:
+            self._seed_for(lane, reader.num_samples // self._size)
+            reader.draw(self._size)
+            is_at = position is not None and position.num_samples == reader.num_samples
+            if position is not None and is_at and reader.find_position().mark != position.mark:
                 raise InvalidValue(
                     f"sample {reader.num_samples - 1} of lane {lane} of {self.num_lanes} of the stream "
                     f"({type(self.dataset).__name__}) is not the same as before the restart: let its samples depend on "
@@ -253,7 +216,7 @@ class Lanes:
                     "such as a shuffle buffer",
                     code="SS314",
                 )
-        self._seed_for(lane, start // self._size)
+        self._seed_for(lane, step)
         return reader
 
     def _seed_for(self, lane: int, step: int) -> None:
@@ -262,5 +225,4 @@ class Lanes:
     def read_lane_position(self, task: Task) -> LanePosition:
         """Return the lane's position after the micro-batch that was just read."""
         lane, _ = self._locate(int(task.indices[0]))
-        reader = self._open[lane]
-        return LanePosition(lane, reader.num_samples, hash_content(reader.last), reader.start)
+        return self._open[lane].find_position()

@@ -58,10 +58,7 @@ class _SavedOrder(Struct):
             raise ValueError("the indices are no array of one dimension")
 
 
-class _SavedLane(Struct):
-    samples: Count
-    mark: str
-    start: tuple[Count, Annotated[int, Meta(ge=-1)], Any]
+_SavedLane = tuple[Count, Count, str, Count, Annotated[int, Meta(ge=-1)], Any]  # a `LanePosition`
 
 
 class _Position(Struct):

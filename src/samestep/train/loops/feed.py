@@ -7,7 +7,6 @@ from functools import partial
 from samestep.data.lanes import LanePosition
 from samestep.data.loader import Loaded, Loader
 from samestep.data.order_files import keep_order
-from samestep.data.spec import DataSpec
 from samestep.errors import InvalidValue
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
@@ -49,9 +48,7 @@ class Feed:
         self._is_closed = False
         if has_steps:
             self._find_orders()
-        self._spec = self._choose_workers()
-        positions = {} if data.lanes is None else data.lanes.positions
-        self.loader = self._open_loader(positions)
+        self.loader = self._open_loader({} if data.lanes is None else data.lanes.positions)
 
     def load(self, step: int, v: int) -> Loaded:
         """Return micro-batch v of a step. Call it for each micro-batch of this rank, in their order.
@@ -63,12 +60,12 @@ class Feed:
             loaded = next(self.loader)
             assert loaded.place == (step, v), f"the next micro-batch is not {v} of step {step}"
             return loaded
-        alone = replace(self._spec, num_workers=0)
+        alone = replace(self.data.spec, num_workers=0)
         positions = self.loader.positions
         with Loader(alone, [self.plan.task(step, v)], device=self._context.device, positions=positions) as loader:
             loaded = next(loader)
         positions |= loader.positions
-        if self.data.lanes is not None and self._spec.num_workers:
+        if self.data.lanes is not None and self._has_workers:
             self.data.lanes.close()  # the workers read on
         return loaded
 
@@ -77,11 +74,10 @@ class Feed:
         if self._is_closed:
             return
         self.loader.close()
-        self._spec = self._choose_workers()
         self._loader_begin = max(self._state.steps_done, self._state.newest_step + 1)
         positions = self.loader.positions
         if self.data.lanes is not None:
-            self.data.lanes.move(positions)
+            self.data.lanes.move(positions.values())
         self.loader = self._open_loader(positions)
 
     def load_further(self) -> None:
@@ -100,10 +96,8 @@ class Feed:
         context = self._context
         steps_done = self._state.steps_done
         while True:
-            own = {lane: position.row for lane, position in self.loader.positions.items()}
-            for rows in context.group.gather(own):
-                # If the rank that reads a lane dies, another one continues from there.
-                lanes.move({lane: LanePosition.from_row(lane, row) for lane, row in rows.items()})
+            for positions in context.group.gather([*self.loader.positions.values()]):
+                lanes.move(positions)  # if the rank that reads a lane dies, another one continues from there
             behind = lanes.list_behind(steps_done)
             if not behind:
                 return [lanes.positions[lane] for lane in sorted(lanes.positions)]
@@ -121,17 +115,13 @@ class Feed:
 
     def _open_loader(self, positions: Mapping[int, LanePosition]) -> Loader:
         context = self._context
-        tasks = self._begin_tasks()
-        return Loader(self._spec, tasks, device=context.device, positions=positions)
-
-    def _choose_workers(self) -> DataSpec:
-        """Return the data set with the number of workers that suits the lanes of this rank."""
-        context = self._context
         spec = self.data.spec
         num_workers = 0
         if not self._state.place.is_past:
             num_workers = self.plan.count_workers(spec.num_workers, rank=context.rank, world_size=context.world_size)
-        return replace(spec, num_workers=num_workers)
+        self._has_workers = num_workers > 0
+        spec = replace(spec, num_workers=num_workers)
+        return Loader(spec, self._begin_tasks(), device=context.device, positions=positions)
 
     def _begin_tasks(self) -> Iterator[Task]:
         """Return this rank's tasks for the steps whose samples are known."""

@@ -144,7 +144,7 @@ class RunState:
         if data.orders is not None:
             position["order"] = data.orders.state_dict()
         if lanes:
-            position["lanes"] = [lane.row for lane in lanes]
+            position["lanes"] = [[*lane] for lane in lanes]
         return position | self.list_ends()
 
     def list_ends(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class RunState:
     def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> None:
         """Continue to read a stream where the snapshot was taken."""
         if self.place.kind is LoopKind.RESUMED and self.steps_done != plan.first_step:
-            lanes.resume(self._resumed.get("lanes", []))
+            lanes.move(LanePosition(*row) for row in self._resumed.get("lanes", []))
 
     # --- steps ------------------------------------------------------------------------------------------------
 
