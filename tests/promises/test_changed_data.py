@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import samestep
 from samestep.data.spec import DataSpec
-from samestep.train.inputs.samples import check_samples, read_samples
+from samestep.train.inputs.samples import compare_run, read_samples
 
 
 def train(run_dir: Path, num_epochs: int, seed: int | None, prepare: dict[str, Any], num_workers: int = 0) -> int:
@@ -85,18 +85,19 @@ SAME = ["augmented", "a path", "a count", "the time", "an object", "unreadable"]
 @pytest.mark.parametrize("kind", [*CHANGED, *SAME])
 def test_what_counts_as_other_data(kind: str) -> None:
     machine = {"torch": "1"}
-    first = DataSpec(Samples(kind, 0), collate_fn=lambda samples: samples)
-    record = {"machine": machine, "samples": check_samples(first, 3, {}, machine, overrides=False)}
-    assert first.dataset.reads == [0, 2, 4]
-    assert check_samples(first, 3, {"samples": [""]}, machine, overrides=False) is not None
-    again = DataSpec(Samples(kind, 0), collate_fn=lambda samples: samples)
-    other = DataSpec(Samples(kind, 1), collate_fn=lambda samples: samples)
+
+    def compare(start: int, record: dict[str, Any], machine: Any = machine, *, overrides: bool = False) -> list[str]:
+        spec = DataSpec(Samples(kind, start), collate_fn=lambda samples: samples)
+        hashes = read_samples(spec, 3)
+        assert spec.dataset.reads == [0, 0, 2, 2, 4, 4]
+        return compare_run(hashes, spec, record, machine, overrides=overrides)
+
+    hashes = compare(0, {})
+    record = {"machine": machine, "samples": hashes}
+    assert compare(0, record) == hashes
     if kind in CHANGED:
-        assert check_samples(again, 3, record, machine, overrides=False) == record["samples"]
         with pytest.raises(samestep.Error, match=rf"\(sample {CHANGED[kind]} differs\)"):
-            check_samples(other, 3, record, machine, overrides=False)
-        for accepted in ({"overrides": True}, {"overrides": False, "machine": {"torch": "2"}}):
-            arguments = {"machine": machine, **accepted}
-            assert check_samples(other, 3, record, **arguments) == read_samples(other, 3) != record["samples"]
+            compare(1, record)
+        assert compare(1, record, overrides=True) == compare(1, record, {"torch": "2"}) != hashes
     else:
-        assert check_samples(other, 3, record, machine, overrides=False) == record["samples"]
+        assert compare(1, record) == hashes

@@ -95,8 +95,8 @@ def test_every_tail(tmp_path: Path) -> None:
         length, how = CASES[name]
         samples = [*chain.from_iterable(used)]
         per_epoch = 24 if "drop_last" in how else 38 if "sampler" in how else length
-        # To identify its data, each rank reads a few samples.
-        identifying = Counter(dict.fromkeys({0, length // 2, length - 1}, num_ranks))
+        # To identify its data, each rank reads a few samples, twice.
+        identifying = Counter(dict.fromkeys({0, length // 2, length - 1}, 2 * num_ranks))
         assert Recorded(length, tmp_path / f"{name}.read").count() == Counter(samples) + identifying, name
         shown = json.loads(ask("inspect", tmp_path / name, "--samples", "--json"))
         assert shown["audit"]["passed"], name

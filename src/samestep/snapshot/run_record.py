@@ -27,7 +27,6 @@ class StartOptions:
         asked: the script's settings that differ from `in_force`, and are not used.
         overridden: a description of the settings that this start replaces, beginning with `OVERRIDE`; "" for none.
         samples: hashes of a few samples of the data set.
-        changed_data: a description of their change; "" if there is none.
         git: commit of the script's work tree, and whether files differ from it; {} outside a work tree.
         script: the script's file, hash and arguments; {} if unknown.
         numbers, machine: the run's identity, and everything else on which its bits depend.
@@ -38,7 +37,6 @@ class StartOptions:
     asked: Mapping[str, Any] = field(default_factory=dict)
     overridden: str = ""
     samples: Sequence[str] = ()
-    changed_data: str = ""
     git: Mapping[str, Any] = field(default_factory=dict)
     script: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -93,12 +91,12 @@ def build_record(
         rewinds: the steps to which the run went back although there were later snapshots.
     """
     config = as_json(dict(options.config))
-    numbers, machine = options.numbers, options.machine
+    numbers, machine, samples = options.numbers, options.machine, options.samples
     found = {
         "the machine, and the bits with it": describe_changes(before.get("machine", machine), machine),
         "config": describe_changes(hide_secrets(before.get("config", config)), config),
         "settings": options.overridden,
-        "the data": options.changed_data,
+        "the data": describe_changes({"samples": before.get("samples") or samples}, {"samples": samples}),
     }
     warnings = [f"changed since the run began: {what} ({changed})" for what, changed in found.items() if changed]
     # An override at this very step belongs to a start that this one replaces.
@@ -107,7 +105,7 @@ def build_record(
     found["git"] = describe_changes(git, options.git) if options.git else ""  # recorded without a warning
     rows += [{"after_step": step, "changed": changed} for changed in found.values() if changed and step]
     record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
-    record |= {"settings": dict(options.in_force), "asked": dict(options.asked), "samples": options.samples}
+    record |= {"settings": dict(options.in_force), "asked": dict(options.asked), "samples": samples}
     record |= {"config": config, "rewinds": [*rewinds], "changes": rows, "loops": before.get("loops", [])}
     record |= {"git": git} if git else {}
     record |= {"continues": before["continues"]} if "continues" in before else {}

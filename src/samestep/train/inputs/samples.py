@@ -1,6 +1,6 @@
 """Checks whether the data set is the run's: its shards, and hashes of a few samples."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import StartOptions, describe_changes
+from samestep.snapshot.run_record import StartOptions
 from samestep.train.generators import keeping_generators
 from samestep.train.inputs.loop_data import LoopData
 from samestep.world.environment import advise
@@ -34,56 +34,75 @@ def add_samples(
     machine: Mapping[str, Any],
     overrides: bool,
 ) -> StartOptions:
-    """Return the options with rank 0's result of `check_samples`, after `compare_ranks`."""
-    own = None
-    if group.world_size > 1 and data.lanes is None:
-        own = read_samples(data.spec, seed)
-        compare_ranks(own, data.spec, seed, group, machine)
-
-    def check() -> tuple[list[str], str]:
-        if data.lanes is not None:
-            check_lanes(data.spec, data.lanes, seed)
-        if directory is None:
-            return [], ""
-        directory.check_numbers(data.numbers)  # gives a better error than a sample
-        if data.lanes is not None:  # they are compared when they are read again
-            return [], ""
-        before = directory.record.get("samples", [])
-        now = check_samples(data.spec, seed, directory.record, machine, overrides=overrides, now=own)
-        return now, describe_changes({"samples": before or now}, {"samples": now})
-
-    samples, changed = group.once(check)
-    if data.lanes is not None:
-        data.lanes.close()  # they were read with other seeds
-    return replace(options, samples=samples, changed_data=changed)
-
-
-def compare_ranks(own: list[str], spec: DataSpec, seed: int, group: Group, machine: Mapping[str, Any]) -> None:
-    """Compare the samples that the ranks have read, on all ranks that run on one kind of machine.
-
-    Samples that differ when a rank reads them twice are not compared.
+    """Return the options with the hashes of a few samples, after comparing them with those of all ranks and of the run.
 
     Args:
-        own: this rank's `read_samples`.
+        directory: on the rank that writes it.
         machine: description of this machine.
+        overrides: whether to accept other data than the run's.
 
     Raises:
-        InvalidValue: the ranks have different data sets.
+        InvalidValue: the ranks have different data sets, or the lanes of a stream are the same.
+        RunDirectoryError: the data are not the run's.
     """
-    (first, kind), *others = group.gather((own, dict(machine)))
-    differing = [
-        (rank, index)
-        for rank, (theirs, its_kind) in enumerate(others, start=1)
-        for index, expected, found in zip(_choose(spec), first, theirs, strict=True)
-        if its_kind == kind and expected and found and expected != found
-    ]
-    if differing and all(group.gather(read_samples(spec, seed) == own)):
-        rank, index = differing[0]
-        raise InvalidValue(
-            f"sample {index} of the data set differs between rank 0 and rank {rank}: build the same data set, of the "
-            "same dtypes, on all ranks, after samestep.Run(...), which seeds the generators; the run divides it",
-            code="SS305",
+    hashes: list[str] = []
+    if data.lanes is None and (group.world_size > 1 or directory is not None):
+        hashes = read_samples(data.spec, seed)
+        compare_ranks(hashes, data.spec, group, machine)
+
+    def check() -> list[str]:
+        if data.lanes is not None:  # samples of a stream are compared when they are read again
+            check_lanes(data.spec, data.lanes, seed)
+        if directory is None:
+            return []
+        directory.check_numbers(data.numbers)  # gives a better error than a sample
+        return compare_run(hashes, data.spec, directory.record, machine, overrides=overrides)
+
+    samples = group.once(check)
+    if data.lanes is not None:
+        data.lanes.close()  # they were read with other seeds
+    return replace(options, samples=samples)
+
+
+def compare_ranks(hashes: list[str], spec: DataSpec, group: Group, machine: Mapping[str, Any]) -> None:
+    """Compare the samples of all ranks that run on one kind of machine."""
+    (first, kind), *others = group.gather((hashes, dict(machine)))
+    for rank, (theirs, its_kind) in enumerate(others, start=1):
+        index = _find_different(spec, first, theirs)
+        if index is not None and its_kind == kind:
+            raise InvalidValue(
+                f"sample {index} of the data set differs between rank 0 and rank {rank}: build the same data set, of "
+                "the same dtypes, on all ranks, after samestep.Run(...), which seeds the generators; the run divides "
+                "it",
+                code="SS305",
+            )
+
+
+def compare_run(
+    hashes: list[str], spec: DataSpec, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool
+) -> list[str]:
+    """Compare the samples with those in `run.json`. Returns the hashes to record.
+
+    On a different kind of machine, a difference is not an error: the same preprocessing may give different bits there.
+    """
+    before: list[str] = record.get("samples", [])
+    index = _find_different(spec, before, hashes)
+    if index is None:
+        return before or hashes
+    if not overrides and record["machine"] == machine:
+        raise RunDirectoryError(
+            f"the data set is not the one that the run began with (sample {index} differs): build it, of the same "
+            "dtypes, after samestep.Run(...), which seeds the generators, or with a fixed seed; to continue with this "
+            f"one, pass override=True to run.prepare, or start with {advise(override=True)}",
+            code="SS306",
         )
+    return hashes
+
+
+def _find_different(spec: DataSpec, some: Iterable[str], others: Iterable[str]) -> int | None:
+    """Return the first of the samples whose hashes are known and differ."""
+    rows = zip(_choose(spec), some, others, strict=False)
+    return next((index for index, one, other in rows if one and other and one != other), None)
 
 
 def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
@@ -121,64 +140,26 @@ def _are_alike(spec: DataSpec, lanes: Lanes, seed: int) -> bool:
     return False  # a lane cannot be read, which the training will report
 
 
-def check_samples(
-    spec: DataSpec,
-    seed: int,
-    record: Mapping[str, Any],
-    machine: Mapping[str, Any],
-    *,
-    overrides: bool,
-    now: list[str] | None = None,
-) -> list[str]:
-    """Compare the first, the middle and the last sample with the run's. On one rank.
-
-    Samples that differ when they are read twice in one start are not compared. On a different kind of machine, a
-    difference is not an error: the same preprocessing may give different bits there.
-
-    Args:
-        record: content of `run.json`; its "samples" are the result of an earlier start.
-        machine: description of this machine, as in the record.
-        overrides: whether to accept different data.
-        now: the result of `read_samples`, if it was called before.
-
-    Returns:
-        For each sample, its hash; "" for one that cannot be read or contains no numbers.
-
-    Raises:
-        RunDirectoryError: the data are not the run's.
-    """
-    before = record.get("samples", [])
-    now = read_samples(spec, seed) if now is None else now
-    rows = zip(_choose(spec), before, now, strict=False)
-    changed = [row for row in rows if row[1] and row[2] and row[1] != row[2]]
-    if not changed or read_samples(spec, seed) != now:
-        return before or now
-    if not overrides and record.get("machine") == machine:
-        raise RunDirectoryError(
-            f"the data set is not the one that the run began with (sample {changed[0][0]} differs): build it, of "
-            "the same dtypes, after samestep.Run(...), which seeds the generators, or with a fixed seed; to continue "
-            f"with this one, pass override=True to run.prepare, or start with {advise(override=True)}",
-            code="SS306",
-        )
-    return now
-
-
 def read_samples(spec: DataSpec, seed: int) -> list[str]:
-    """Return the hashes of a few samples, each read and collated alone, as in training.
+    """Return the hashes of a few samples, each read twice and collated alone, as in training.
+
+    A hash is "" for a sample that cannot be read, contains no numbers, or differs when it is read again.
 
     If the run has workers, this starts one: a data set may open its files at the first read, and the training's
     workers, which are forked later, would share a file opened in this process.
     """
-    tasks = [Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in _choose(spec)]
+    indices = _choose(spec)
+    tasks = [Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in indices for _ in range(2)]
     alone = replace(spec, num_workers=min(spec.num_workers, 1))
     with keeping_generators(), Loader(alone, tasks, device=torch.device("cpu")) as loader:
-        found = []
-        for _ in tasks:
-            with suppress(Error):  # the training will raise it for this sample
-                found.append(hash_content(next(loader).batch))
-                continue
-            found.append("")
-    return found
+        hashes = [_read_hash(loader) for _ in tasks]
+    return [one if one == again else "" for one, again in zip(hashes[::2], hashes[1::2], strict=True)]
+
+
+def _read_hash(loader: Loader) -> str:
+    with suppress(Error):  # the training will raise it for this sample
+        return hash_content(next(loader).batch)
+    return ""
 
 
 def _choose(spec: DataSpec) -> list[int]:
