@@ -137,24 +137,6 @@ def test_the_samples_are_read_with_python_ints_in_the_order_of_the_task() -> Non
     assert loaded.batch == [(5, "int"), (3, "int"), (9, "int")]
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [
-        lambda i: (torch.full((3,), i), torch.tensor(i)),
-        lambda i: (torch.full((3,), i), i, "name", {"a": np.float32(i)}),
-        lambda i: [torch.full((3,), i), torch.tensor(i)],
-        lambda i: (torch.full((2,), i + 0.5, dtype=torch.float64 if i else torch.float32),),
-        lambda i: torch.full((3,), i),
-    ],
-)
-def test_default_collate_is_unchanged(sample: Callable[[int], Any]) -> None:
-    samples = [sample(i) for i in range(4)]
-    [loaded] = load(samples, [Task(np.arange(4), 0)])
-    expected = default_collate(samples)
-    assert type(loaded.batch) is type(expected)
-    assert repr(loaded.batch) == repr(expected)
-
-
 def test_generators_of_different_libraries_draw_different_numbers() -> None:
     seed_all(0x1234_5678_9ABC_DEF0)
     words = {

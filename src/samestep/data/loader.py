@@ -12,7 +12,6 @@ import random
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, NamedTuple, Self
@@ -140,8 +139,7 @@ class Loader:
         self._workers = Workers(spec, device) if spec.num_workers else None
         self.begin(tasks)
         # The bits must equal those of a DataLoader worker, which has one thread.
-        self._single_thread = self._workers is None and torch.get_num_threads() > 1
-        self._closed = False
+        self._single_thread = torch.get_num_threads() > 1
         self.positions: dict[int, Any] = dict(positions or {})
 
     def begin(self, tasks: Iterable[Task]) -> None:
@@ -154,10 +152,8 @@ class Loader:
         return self
 
     def __next__(self) -> Loaded:
-        if self._closed:
-            raise StopIteration
         if self._workers is not None:
-            loaded = self._next_of_workers(self._workers)
+            loaded = self._workers.load()
         elif self._single_thread:
             loaded = self._load_in_one_thread(next(self._tasks))
         else:
@@ -174,19 +170,9 @@ class Loader:
         finally:
             torch.set_num_threads(num_threads)
 
-    def _next_of_workers(self, workers: "Workers") -> Loaded:
-        try:
-            result = workers.load()
-        except StopIteration:
-            self.close()
-            raise
-        if isinstance(result, WorkerFailure):
-            raise unpack(result)
-        return result
-
     def close(self) -> None:
         """Stop the workers now, so that no process and no thread of this Loader remains. May be called twice."""
-        self._closed = True
+        self._tasks = iter(())
         if self._workers is not None:
             self._workers.close()
 
@@ -252,18 +238,24 @@ class Workers(Held):
         self.processes = sorted(started, key=lambda process: process.pid or 0)
         hold(self)
 
-    def load(self) -> Loaded | WorkerFailure:
-        """Return the next micro-batch of the series. Raises StopIteration at its end.
+    def load(self) -> Loaded:
+        """Return the next micro-batch of the series. Raises StopIteration at its end, and ends the workers.
 
         Raises:
+            Error: the data set failed.
             WorkerDied: a worker was killed.
         """
         try:
             loaded: Loaded | WorkerFailure = next(self.iterator)
+        except StopIteration:
+            self.close()
+            raise
         except (EOFError, OSError, RuntimeError):  # torch reports the death in several ways
             if (sentence := self._describe_death()) is not None:
                 raise WorkerDied(sentence) from None
             raise
+        if isinstance(loaded, WorkerFailure):
+            raise unpack(loaded)
         return loaded
 
     def _describe_death(self) -> str | None:
@@ -343,13 +335,13 @@ class Fetcher:
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
-        self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-        self._read_position: Callable[[Task], Any] | None = getattr(dataset, "read_lane_position", None)
-        self._stacks = collate_fn is default_collate
-        self._has_columns = self._stacks and type(dataset) is TensorDataset and all(map(_is_dense, dataset.tensors))
+        self._is_default = collate_fn is default_collate
+        self._has_columns = self._is_default and type(dataset) is TensorDataset and all(map(_is_dense, dataset.tensors))
         self._read_batch: Callable[[NDArray[np.int64]], Any] | None = (
-            getattr(dataset, "read_batch", None) if self._stacks else None
+            getattr(dataset, "read_batch", None) if self._is_default else None
         )
+        self._read_many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
+        self._read_position: Callable[[Task], Any] | None = getattr(dataset, "read_lane_position", None)
 
     def __getitem__(self, sent: tuple[bytes, int, tuple[int, int]]) -> Loaded | WorkerFailure:
         """In a worker: return the micro-batch of a task, or a `WorkerFailure`."""
@@ -365,55 +357,41 @@ class Fetcher:
         Raises:
             Error: the data set or collate_fn raised an exception.
         """
-        if self._has_columns and get_worker_info() is None:  # workers collate into shared memory
-            # One operation per tensor, and no object per sample. Draws no random numbers, so it needs no seed.
-            rows = torch.from_numpy(task.indices)
-            columns = [*map(methodcaller("index_select", 0, rows), self._dataset.tensors)]
-            return Loaded(columns, len(rows), fingerprint(task.indices), task.place)
-        if self._read_batch is not None:
-            return self._load_batch(task, self._read_batch)
-        seed_all(task.seed)
-        indices: list[int] = task.indices.tolist()
-        samples: list[Any] = []
+        samples: Any = []
+        unread = samples
+        position = None
         try:
-            if self._many is not None:
-                samples = self._many(indices)
-                if isinstance(samples, list) and len(samples) != len(indices):
-                    raise InvalidValue(
-                        f"__getitems__ gave {len(samples)} samples for {len(indices)} indices", code="SS301"
-                    )
+            if self._has_columns and get_worker_info() is None:  # workers collate into shared memory
+                # One operation per tensor, and no object per sample. Draws no random numbers, so it needs no seed.
+                rows = torch.from_numpy(task.indices)
+                batch: Any = [*map(methodcaller("index_select", 0, rows), self._dataset.tensors)]
+            elif self._read_batch is not None:
+                batch = self._read_batch(task.indices)
             else:
-                dataset = self._dataset
-                for index in indices:
-                    samples.append(dataset[index])
-            if not self._stacks:
-                batch = self._collate_fn(samples)
-            else:
-                batch = self._stack(samples) if isinstance(samples, list | tuple) else default_convert(samples)
-            position = None if self._read_position is None else self._read_position(task)
+                seed_all(task.seed)
+                indices = task.indices.tolist()
+                if self._read_many is None:
+                    for index in indices:
+                        samples.append(self._dataset[index])
+                else:
+                    samples = self._read_many(indices)
+                batch = self._collate(samples, len(indices))
+                if self._read_position is not None:
+                    position = self._read_position(task)
         except Error:
             raise
         except Exception as error:
-            num_read = len(samples) if self._many is None or samples else None
-            raise Error(explain(error, indices, num_read), code="SS301") from error
-        return Loaded(batch, len(indices), fingerprint(task.indices), task.place, position)
+            is_reading_all = samples is unread and (self._read_many or self._read_batch)
+            num_read = None if is_reading_all else len(samples)
+            raise Error(explain(error, task.indices.tolist(), num_read), code="SS301") from error
+        return Loaded(batch, len(task.indices), fingerprint(task.indices), task.place, position)
 
-    def _load_batch(self, task: Task, read: Callable[[NDArray[np.int64]], Any]) -> Loaded:
-        try:
-            return Loaded(read(task.indices), len(task.indices), fingerprint(task.indices), task.place)
-        except Error:
-            raise
-        except Exception as error:
-            raise Error(explain(error, task.indices.tolist(), None), code="SS301") from error
-
-    def _stack(self, samples: list[Any]) -> Any:
-        """Like default_collate, in 2/3 of its time for the most common samples: tuples of dense tensors."""
-        first = samples[0]
-        # In workers, default_collate stacks into shared memory.
-        if type(first) is tuple and all(map(_is_dense, first)) and get_worker_info() is None:
-            with suppress(RuntimeError, TypeError, ValueError):  # default_collate raises a better error
-                return [torch.stack(column) for column in zip(*samples, strict=True)]
-        return default_collate(samples)
+    def _collate(self, samples: Any, count: int) -> Any:
+        if isinstance(samples, list) and len(samples) != count:
+            raise InvalidValue(f"__getitems__ gave {len(samples)} samples for {count} indices", code="SS301")
+        if self._is_default and not isinstance(samples, list | tuple):  # a micro-batch already
+            return default_convert(samples)
+        return self._collate_fn(samples)
 
 
 def _is_dense(item: Any) -> bool:
