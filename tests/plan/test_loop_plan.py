@@ -60,7 +60,7 @@ class Loop:
     @cached_property
     def orders(self) -> dict[int, list[int]]:
         """The samples of each epoch."""
-        return {epoch: self.find_order(epoch)[0 : self.length].tolist() for epoch in self.epochs}
+        return {epoch: [*map(int, self.find_order(epoch)[0 : self.length])] for epoch in self.epochs}
 
     @property
     def epochs(self) -> range:

@@ -22,7 +22,7 @@ AROUND_POWERS = [2**k + d for k in (16, 17, 18) for d in (-1, 0, 1)] + [10**5, 3
 
 
 def whole(order: Order) -> np.ndarray:
-    return order[0 : len(order)]
+    return np.asarray(order[0 : len(order)])
 
 
 def chi_square(counts: np.ndarray) -> float:

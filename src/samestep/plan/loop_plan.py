@@ -263,7 +263,7 @@ class LoopPlan:
             number, offset = divmod(start, self._num_samples)
             end = min(offset + stop - start, self._num_samples)
             epoch = self.first_epoch + number
-            pieces[epoch] = self._order_of(epoch)[offset:end]
+            pieces[epoch] = np.asarray(self._order_of(epoch)[offset:end])
             start += end - offset
         return pieces
 
