@@ -33,13 +33,6 @@ _STATE = (
     list, dict, set, itertools.count, weakref.WeakSet, weakref.WeakValueDictionary, bool, int, float, str, type(None),
 )  # fmt: skip
 
-Changes = Mapping[str, Sequence[tuple[str, str]]]  # file below src/samestep -> texts and their replacements
-
-
-def name_module(file: str) -> str:
-    """Return the name of the module in a file below src/samestep."""
-    return f"samestep.{file.removesuffix('.py').removesuffix('/__init__').replace('/', '.')}"
-
 
 @functools.cache
 def _compile(name: str) -> tuple[CodeType, str, bool] | None:
@@ -51,16 +44,12 @@ def _compile(name: str) -> tuple[CodeType, str, bool] | None:
     return None
 
 
-def compile_changed(name: str, changes: Sequence[tuple[str, str]]) -> CodeType:
-    """Return the code of a module in which texts are replaced. Raises ValueError unless each is there once."""
-    found = _compile(name)
-    assert found is not None, name
-    text = Path(found[1]).read_text()
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise ValueError(f"{name} has {old!r} {text.count(old)} times")
-        text = text.replace(old, new)
-    return compile(text, found[1], "exec", dont_inherit=True)
+def _list_functions(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of all functions in a module's code."""
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _list_functions(each)
 
 
 class Instance:
@@ -191,18 +180,10 @@ class Instance:
         for endpoint in self.process.endpoints:
             endpoint.is_broken = True
 
-    def change(self, name: str, code: CodeType) -> list[tuple[Any, CodeType]]:
-        """Give the functions of a module the code of a changed one. Returns the functions, with their code before."""
-        module = self.load(name)
-        variables = {**vars(module)}
-        exec(code, variables)
-        before = []
-        for old, new in _pair_functions(vars(module), variables, name):
-            if old.__code__ != new.__code__:
-                before.append((old, old.__code__))
-                old.__code__ = new.__code__
-        self.clear_caches()
-        return before
+    def owns(self, function: FunctionType) -> bool:
+        """Whether a function belongs to one of the modules."""
+        module = self._modules.get(function.__module__)
+        return module is not None and function.__globals__ is module.__dict__
 
     def clear_caches(self) -> None:
         """Forget the results of functions with `functools.cache`."""
@@ -249,24 +230,6 @@ def _ignore(_: Any) -> None:
 
 def _refuse_program(*_: Any, **__: Any) -> Any:
     raise FileNotFoundError(2, "no programs in a simulation")
-
-
-def _pair_functions(old: Mapping[str, Any], new: Mapping[str, Any], module: str) -> Iterator[tuple[Any, Any]]:
-    """Yield the functions and methods that both namespaces define, in pairs."""
-    for name, value in old.items():
-        other = new.get(name)
-        if isinstance(value, classmethod | staticmethod):
-            value, other = value.__func__, getattr(other, "__func__", None)
-        if isinstance(value, property) and isinstance(other, property):
-            value, other = value.fget, other.fget
-        plain = getattr(value, "__wrapped__", value)
-        twin = getattr(other, "__wrapped__", other)
-        if getattr(plain, "__module__", None) != module or twin is None:
-            continue
-        if isinstance(plain, FunctionType):
-            yield plain, twin
-        elif isinstance(value, type):
-            yield from _pair_functions(vars(value), vars(other), module)
 
 
 def _is_state(name: str, value: Any) -> bool:
@@ -320,24 +283,37 @@ class Pool:
         self._free.append(instance)
 
     @contextmanager
-    def changed(self, changes: Changes) -> Iterator[None]:
-        """Change the source of the instances that are there, for the block.
+    def changed(self, file: str, old: str, new: str) -> Iterator[None]:
+        """Replace a text in the functions of all instances, for the block.
+
+        Args:
+            file: below src/samestep. It has `old` once.
 
         Raises:
-            ValueError: it changes no function.
+            ValueError: the text is in no function.
         """
-        before = []
-        for file, texts in changes.items():
-            name = name_module(file)
-            code = compile_changed(name, texts)
-            for instance in self._all:
-                before += instance.change(name, code)
-        if changes and not before:
+        path = SOURCE / "samestep" / file
+        code = compile(path.read_text().replace(old, new), str(path), "exec", dont_inherit=True)
+        wrong = {each.co_qualname: each for each in _list_functions(code)}
+        gc.unfreeze()  # else the functions are not listed
+        before = [
+            (each, each.__code__)
+            for each in gc.get_objects()
+            if isinstance(each, FunctionType)
+            and each.__code__ != wrong.get(each.__code__.co_qualname, each.__code__)
+            and each.__code__.co_filename == str(path)
+            and any(instance.owns(each) for instance in self._all)
+        ]
+        if not before:
             raise ValueError("the change is in no function")
         try:
+            self._set_code([(function, wrong[code.co_qualname]) for function, code in before])
             yield
         finally:
-            for function, code in before:
-                function.__code__ = code
-            for instance in self._all:
-                instance.clear_caches()
+            self._set_code(before)
+
+    def _set_code(self, functions: Sequence[tuple[FunctionType, CodeType]]) -> None:
+        for function, code in functions:
+            function.__code__ = code
+        for instance in self._all:
+            instance.clear_caches()

@@ -54,7 +54,7 @@ def find(laboratory: Laboratory, planted: Planted, limit_s: float) -> Found:
         if planted.scenario and seed < NUM_SHIFTED:
             scenario = Scenario.parse(shift(planted.scenario, (seed + 1) // 2 * (-1) ** seed))
         laboratory.expect(scenario)
-        with laboratory.pool.changed({planted.file: [(planted.old, planted.new)]}):
+        with laboratory.pool.changed(planted.file, planted.old, planted.new):
             try:
                 laboratory.check(scenario)
             except Exception as problem:

@@ -84,15 +84,6 @@ class StoreHandle:
         self._check_open()
 
 
-class Message:
-    """A send. Its bytes are read when it is sent or when it is received, as the seed decides: gloo promises neither."""
-
-    def __init__(self, tensor: torch.Tensor, ready_s: float, *, is_eager: bool) -> None:
-        self.source = tensor.data.clone() if is_eager else tensor.data
-        self.ready_s = ready_s
-        self.is_done = self.is_lost = False
-
-
 class Endpoint:
     """One rank of a process group, or of the sockets of a host."""
 
@@ -102,7 +93,7 @@ class Endpoint:
         self.rank = rank
         self.is_closed = False
         self.is_broken = False  # by samestep, to end the waits
-        self.inbox: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self.inbox: dict[tuple[int, int], deque[Send]] = defaultdict(deque)
         self.posted: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)
         self.streams: dict[int, bytearray] = defaultdict(bytearray)
         self.num_collectives = 0
@@ -125,10 +116,10 @@ class Endpoint:
                     each.is_lost = True
                 inbox.clear()
                 return
-            message = inbox.popleft()
+            send = inbox.popleft()
             receive = posted.popleft()
-            receive.tensor.data.copy_(message.source)
-            message.is_done = receive.is_done = True
+            receive.tensor.data.copy_(send.source)
+            send.is_done = receive.is_done = True
 
 
 class Ring:
@@ -141,26 +132,32 @@ class Ring:
 
 
 class Send:
-    """The handle of an isend."""
+    """A message, and the handle of its isend.
 
-    def __init__(self, own: Endpoint, peer: int, tag: int, message: Message) -> None:
+    Its bytes are read when it is sent or when it is received, as the seed decides: gloo promises neither.
+    """
+
+    def __init__(
+        self, own: Endpoint, peer: int, tag: int, tensor: torch.Tensor, ready_s: float, *, is_eager: bool
+    ) -> None:
+        self.source = tensor.data.clone() if is_eager else tensor.data
+        self.ready_s = ready_s
+        self.is_done = self.is_lost = False
         self._own = own
         self._peer = peer
         self._tag = tag
-        self._message = message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         own = self._own
         other = own.ring.endpoints[self._peer]
-        message = self._message
 
         def is_over() -> bool:
             if not (other.is_gone or own.is_broken):
                 other.deliver(own.rank, self._tag)
-            return message.is_done or message.is_lost or other.is_gone or own.is_broken
+            return self.is_done or self.is_lost or other.is_gone or own.is_broken
 
         own.process.scheduler.wait(own.process, is_over, None, f"send.wait {self._peer}")
-        if not message.is_done:
+        if not self.is_done:
             raise RuntimeError(f"[simulated gloo] Connection closed by peer {self._peer}")
         return True
 
@@ -319,12 +316,13 @@ class Distributed(ModuleType):
         scheduler.point(self._process, f"isend {peer} {tag}")
         own = self._endpoint
         late_s = network.draw_delay_s()
-        message = Message(tensor, scheduler.now_s + late_s, is_eager=scheduler.random.random() < 0.5)
+        is_eager = scheduler.random.random() < 0.5
+        send = Send(own, peer, tag, tensor, scheduler.now_s + late_s, is_eager=is_eager)
         if late_s:  # so that the clock reaches that time
             process = self._process
             process.start(lambda: scheduler.wait(process, bool, late_s, "late"), "late", daemon=True)
-        own.ring.endpoints[peer].inbox[own.rank, tag].append(message)
-        return Send(own, peer, tag, message)
+        own.ring.endpoints[peer].inbox[own.rank, tag].append(send)
+        return send
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Receive:
         self._network.scheduler.point(self._process, f"irecv {peer} {tag}")
@@ -335,8 +333,16 @@ class Distributed(ModuleType):
 
     # --- collectives ------------------------------------------------------------------------------------------
 
-    def _show(self, kind: str, value: Any, sources: Sequence[int], targets: Sequence[int]) -> dict[int, Any]:
-        """Show `value` to the targets, one after the other. Returns what the sources have shown to this rank."""
+    def barrier(self) -> None:
+        self._show("barrier", None, range(self.get_world_size()))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        values = self._show(f"broadcast {source}", tensor.data.clone(), [source])
+        if source != self.get_rank():
+            tensor.data.copy_(values[source])
+
+    def _show(self, kind: str, value: Any, sources: Sequence[int]) -> dict[int, Any]:
+        """Show the sources' values to all ranks, one after the other. Returns what this rank has been shown."""
         own = self._endpoint
         scheduler = self._network.scheduler
         known, shown = own.ring.collectives.setdefault(own.num_collectives, (kind, {}))
@@ -345,7 +351,7 @@ class Distributed(ModuleType):
             raise AssertionError(f"rank {own.rank} calls {kind}, and another rank {known}")
         scheduler.point(self._process, kind)
         is_stepwise = scheduler.random.random() < 0.3
-        for target in targets:
+        for target in range(own.ring.size) if own.rank in sources else [own.rank]:
             if is_stepwise:
                 scheduler.point(self._process, f"{kind} to {target}")
             shown[own.rank, target] = value
@@ -362,19 +368,6 @@ class Distributed(ModuleType):
         if own.is_broken or not all(has_come(other) for other in others):
             raise RuntimeError("[simulated gloo] Connection closed by peer")
         return {source: shown[source, own.rank] for source in sources}
-
-    def _everyone(self) -> range:
-        return range(self._endpoint.ring.size)
-
-    def barrier(self) -> None:
-        self._show("barrier", None, self._everyone(), self._everyone())
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        rank = self.get_rank()
-        value = tensor.data.clone() if rank == source else None
-        values = self._show(f"broadcast {source}", value, [source], self._everyone() if rank == source else [rank])
-        if rank != source:
-            tensor.data.copy_(values[source])
 
 
 class LocalSockets:

@@ -3,7 +3,6 @@
 A `Facade` has a few names of its own, and all others of the real module.
 """
 
-import _thread
 import atexit
 import builtins
 import collections
@@ -172,8 +171,8 @@ def _build_os(own: Owner) -> Facade:
 
     def kill(pid: int, signum: int) -> None:
         own.process.check()
-        for process in {task.process for task in own.process.scheduler.tasks if task.process.pid == pid}:
-            process.end(-signum)
+        if pid == own.process.pid:
+            own.process.end(-signum)
         own.process.check()
 
     return Facade(
@@ -278,33 +277,23 @@ def _bind(kind: type, own: Owner) -> Any:
     return type(kind.__name__, (kind,), {"_own": own})
 
 
-class RLock:
-    """A lock. Tasks change places only at points, so it needs none of its own."""
+class Lock:
+    """As threading.Lock. Tasks change places only at points, so it needs none of its own."""
 
     _own: Owner
 
     def __init__(self) -> None:
-        self._holder: int | None = None
-        self._depth = 0
+        self._is_held = False
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        me = _thread.get_ident()
-        if self._holder == me:
-            self._depth += 1
-            return True
-        if self._holder is not None and blocking:
-            process = self._own.process
-            process.scheduler.wait(process, lambda: self._holder is None, None if timeout < 0 else timeout, "lock")
-        if self._holder is not None:
-            return False
-        self._holder = me
+    def acquire(self) -> bool:
+        process = self._own.process
+        if self._is_held:
+            process.scheduler.wait(process, lambda: not self._is_held, None, "lock")
+        self._is_held = True
         return True
 
     def release(self) -> None:
-        if self._depth:
-            self._depth -= 1
-        else:
-            self._holder = None
+        self._is_held = False
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -335,38 +324,18 @@ class Event:
         return self._own.process.scheduler.wait(self._own.process, self.is_set, timeout, "event.wait")
 
 
-class Condition:
+class Condition(Lock):
     """As threading.Condition."""
 
-    _own: Owner
-
-    def __init__(self, lock: Any = None) -> None:
-        self._lock = lock or _bind(RLock, self._own)()
-        self._num_notified = 0
-
-    def __enter__(self) -> bool:
-        return bool(self._lock.acquire())
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        before = self._num_notified
-        return bool(self._wait(lambda: self._num_notified != before, timeout))
-
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        return predicate() or self._wait(predicate, timeout)
-
-    def _wait(self, predicate: Callable[[], Any], timeout: float | None) -> Any:
-        self._lock.release()
-        self._own.process.scheduler.wait(self._own.process, predicate, timeout, "condition")
-        self._lock.acquire()
+        if not predicate():
+            self.release()
+            self._own.process.scheduler.wait(self._own.process, predicate, timeout, "condition")
+            self.acquire()
         return predicate()
 
-    def notify(self, n: int = 1) -> None:
-        self._num_notified += 1
-
-    notify_all = notify
+    def notify_all(self) -> None:
+        """Do nothing: the scheduler looks at the predicates."""
 
 
 def _build_threading(own: Owner) -> Facade:
@@ -435,8 +404,7 @@ def _build_threading(own: Owner) -> Facade:
 
     return Facade(
         threading,
-        Lock=_bind(RLock, own),
-        RLock=_bind(RLock, own),
+        Lock=_bind(Lock, own),
         Event=_bind(Event, own),
         Condition=_bind(Condition, own),
         Thread=Thread,
