@@ -22,9 +22,9 @@ from samestep.train.determinism import describe_machine, fix_compiler
 from samestep.train.guards.misuse import ScheduleChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples
-from samestep.train.loops.boundary import Services
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.loop import Loop
+from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared, measure_sizes
 from samestep.train.state.run_state import LoopKind, RunState
 from samestep.train.step.interception import Interceptor, LoopParts
@@ -78,7 +78,6 @@ def open_loop(
     begin_healing(context, state, feed, services, interceptors)
     if not state.place.is_past:
         prepared.misuse.begin_loop()
-        services.metrics.start_trackers()
         announce_loop(loop, context, state, prepared, is_ending=services.stopping.is_ending)
         services.metrics.start(data.num_epochs)
     return loop

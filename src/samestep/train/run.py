@@ -27,10 +27,10 @@ from samestep.train.ending.stopping import Stopping, StopSignals
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.inputs.loop_data import Sampler, open_loop_data
-from samestep.train.loops.boundary import Services
 from samestep.train.loops.evaluate import Evaluator
 from samestep.train.loops.loop import Epoch, Loop
 from samestep.train.loops.run_metrics import RunMetrics
+from samestep.train.loops.services import Services
 from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
 from samestep.train.state.object_checks import check_objects, find_params

@@ -1,6 +1,6 @@
 """The data set of a loop, with the plan by which it is read and the orders that a sampler gives."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,12 +43,11 @@ class SamplerOrders:
         self._seed = seed
         self._num_samples = num_samples
         self._open: dict[int, Indices] = {}
-        self._new: dict[int, Indices] = {}  # since the last call of `open_epochs`
         self._is_proven = False  # the sampler gives the same indices when it is called again
         if epoch_length is None:
             order = self._call_sampler(first_epoch)
             epoch_length = len(order)
-            self._add(first_epoch, order)
+            self._open[first_epoch] = order
         self.epoch_length = epoch_length
 
     def find(self, epoch: int) -> Indices:
@@ -67,7 +66,7 @@ class SamplerOrders:
                     "as many for each epoch, or use one loop per length",
                     code="SS312",
                 )
-            self._add(epoch, order)
+            self._open[epoch] = order
         return self._open[epoch]
 
     def restore(self, epoch: int, indices: Indices) -> None:
@@ -75,27 +74,17 @@ class SamplerOrders:
 
         The sampler may depend on a state that has changed since the epoch began, so it is not called again.
         """
-        self._add(epoch, check_order(indices, self._num_samples, epoch))
+        self._open[epoch] = check_order(indices, self._num_samples, epoch)
 
-    def open_epochs(self, epochs: range) -> dict[int, Indices]:
-        """Find the orders of epochs, and forget those of earlier ones.
-
-        Returns:
-            The indices of the epochs that are known since the last call.
-        """
+    def open_epochs(self, epochs: range) -> Mapping[int, Indices]:
+        """Find the orders of epochs, and forget those of earlier ones."""
         self._open = {epoch: self.find(epoch) for epoch in epochs}
-        new = self._new
-        self._new = {}
-        return new
+        return self._open
 
     def state_dict(self) -> dict[str, Any]:
         """Return the order of the newest epoch, for a snapshot. It gives the length of the others."""
         epoch = max(self._open)
         return {"epoch": epoch, "indices": self._open[epoch]}
-
-    def _add(self, epoch: int, order: Indices) -> None:
-        self._open[epoch] = order
-        self._new[epoch] = order
 
     def _call_sampler(self, epoch: int) -> Indices:
         order = self._call_once(epoch)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from samestep.data.loader import Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, read_data_arguments
-from samestep.engine.control import Vote
 from samestep.engine.host_copies import read_later
 from samestep.engine.passes import Gradients
 from samestep.errors import Error, InvalidType, InvalidValue
@@ -77,9 +76,10 @@ class Evaluator:
         if micro_batch_size is not None:
             check_positive("micro_batch_size", micro_batch_size)
         spec = read_data_arguments(data, **arguments)
-        spec = replace(spec, shuffle=False, micro_batch_size=micro_batch_size or spec.micro_batch_size)
+        size = micro_batch_size or spec.micro_batch_size or self._context.config.micro_batch_size
+        spans = [(start, min(start + size, len(spec))) for start in range(0, len(spec), size)]
         try:
-            return self._evaluate(score, spec)
+            return self._evaluate(score, spec, spans)
         finally:
             seed_all(self._derive("after"))
 
@@ -88,14 +88,14 @@ class Evaluator:
         pass_ = 2**32 + state.num_evaluations  # distinct from those of steps
         return derive(self._context.config.seed, purpose, step=state.steps_done, pass_=pass_, micro_batch=v)
 
-    def _evaluate(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> dict[str, Any]:
+    def _evaluate(
+        self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span]
+    ) -> dict[str, Any]:
+        """Score the micro-batches of all ranks. `spans`: their samples."""
         group = self._context.group
         steps_done = self._state.steps_done
         self._clock.enter("reducing", steps_done)
         calls.wait_for_call(group, calls.EVALUATE)
-        micro_batch_size = spec.micro_batch_size or self._context.config.micro_batch_size
-        length = len(spec)
-        spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
         while True:
             layout = self._context.build_layout(len(spans))
             failure: Exception | None = None
@@ -108,23 +108,21 @@ class Evaluator:
                 failure = error
                 outcome = describe_failure(error)
             self._clock.enter("reducing", steps_done)
-            vote = self._stopping.cast_vote()
-            gathered = group.gather((layout.world_size, outcome, vote.stop, vote.saving))
+            gathered = group.gather((layout.world_size, outcome, self._stopping.cast_vote()))
             if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one
                 break
         # A validation can be long: react to a signal before the next step.
-        votes = [Vote(stop, saving=saving) for _, _, stop, saving in gathered]
-        self._stopping.take_votes(votes)
+        self._stopping.take_votes([vote for *_, vote in gathered])
         self._clock.enter("script", steps_done)
         if failure is not None:
             raise failure
-        rows = read_outcomes({rank: theirs for rank, (_, theirs, *_) in enumerate(gathered)})
+        rows = read_outcomes({rank: theirs for rank, (_, theirs, _) in enumerate(gathered)})
         return _merge(layout.sort(rows))
 
     def _score(
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span], layout: Layout
     ) -> list[Row]:
-        """Return the scores of this rank's micro-batches. `spans`: samples of the micro-batches of all ranks."""
+        """Return the scores of this rank's micro-batches."""
         context = self._context
         steps_done = self._state.steps_done
         num_own = len(layout.ranges[context.rank])
@@ -194,14 +192,8 @@ def _copy(entry: Any) -> Any:
 
 
 def _to_numbers(row: Row) -> Row:
-    """Convert values to Python numbers."""
-    numbers = {name: v if isinstance(v, list) else (float(v[0]), float(v[1])) for name, v in row.items()}
-    for name, value in numbers.items():
-        if isinstance(value, tuple) and not 0 <= value[1] < math.inf:
-            raise InvalidValue(
-                f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0", code="SS223"
-            )
-    return numbers
+    """Convert values and weights to Python numbers."""
+    return {name: v if isinstance(v, list) else (float(v[0]), float(v[1])) for name, v in row.items()}
 
 
 def _merge(rows: list[Row]) -> dict[str, Any]:
@@ -219,6 +211,11 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
         if isinstance(values[0], list):
             merged[name] = [entry for value in values for entry in value]
             continue
+        for _, weight in values:
+            if not 0 <= weight < math.inf:
+                raise InvalidValue(
+                    f"score {name!r} has weight {weight}: a weight is a finite number of at least 0", code="SS223"
+                )
         merged[name], total = average(values)
         if total == 0:
             raise InvalidValue(

@@ -1,18 +1,25 @@
 """The loop over epochs and steps."""
 
+import signal
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
+from samestep.data.loader import seed_all
+from samestep.engine.control import Vote
 from samestep.errors import Error, UsageError
 from samestep.plan.seeds import derive
+from samestep.snapshot.inspection import TrainingState
+from samestep.train import calls
 from samestep.train.context import RunContext
-from samestep.train.loops.boundary import Boundary, Services
 from samestep.train.loops.feed import Feed
+from samestep.train.loops.notes import drop_note, note_begun, notify_launcher
+from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
 from samestep.train.state.run_state import MetricsTally, RunState
 from samestep.train.step.steps import Observers, Step, StepParts
-from samestep.world.environment import advise
+from samestep.world.environment import OUTCOME, Outcome, advise
 
 
 class Epoch:
@@ -81,7 +88,8 @@ class Epoch:
 class Loop:
     """One loop of a run: what `run.epochs` or `run.steps` returns.
 
-    What happens between the bodies of steps and epochs is in `Boundary`.
+    A body runs completely or not at all: snapshots and stops happen when the script requests the next step or epoch.
+    After an epoch's last step, they wait until the epoch's body has run.
 
     Attributes:
         step: the current step, or the last one.
@@ -101,57 +109,41 @@ class Loop:
     ) -> None:
         self._context = context
         self._state = state
+        self._prepared = prepared
         self._services = services
         self._feed = feed
         self._plan = feed.plan
         self._on = observers
-        self._replicas = prepared.replicas
-        self._boundary = Boundary(context, state, prepared, services, feed, observers)
-        cast_vote = self._boundary.cast_vote
         derive_seed = partial(derive, context.config.seed)
         self._parts = StepParts(
-            context, state, derive_seed, feed.load, prepared.gradients, observers, services.watchdog, cast_vote
+            context, state, derive_seed, feed.load, prepared.gradients, observers, services.watchdog, self._cast_vote
         )
         self.step: Step | None = None
         self.repeats_head = state.place.is_past
         self.is_cut = False
         self._left_error: Error | None = None  # the script left the loop before its end
+        self._unsaved_error: Error | None = None  # the last snapshot could not be written
+
+    # --- bodies -----------------------------------------------------------------------------------------------
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
-        with self._noting_if_left():
-            yield from self._run_epochs(num_epochs)
-
-    def _run_epochs(self, num_epochs: int) -> Iterator[Epoch]:
         state = self._state
-        stopping = self._services.stopping
-        self._boundary.begin()
-        for number in range(self._plan.epoch_of(state.steps_done), self._plan.first_epoch + num_epochs):
-            if stopping.is_ending:
-                break
-            self._feed.load_further()
-            self._boundary.seed_body("epoch", number)
-            state.begin_epoch()
-            per_epoch = self._plan.steps_per_epoch
-            end = self._plan.num_steps_until(number)
-            self.repeats_head = state.steps_done > end - per_epoch
-            epoch = Epoch(self, number, per_epoch, end, state.tally)
-            yield epoch
-            self.check_not_left()
-            if not epoch.is_done:
-                raise UsageError(
-                    f"the steps of epoch {number} were not iterated over: its body needs `for step in epoch`; to end "
-                    "early, call run.stop() and continue the loop",
-                    code="SS218",
-                )
-            is_whole = state.steps_done == end
-            self._services.watchdog.enter("script", state.steps_done)
-            self.is_cut = False
-            if not is_whole:  # the body of an interrupted epoch will run again, and will request its snapshots again
-                self._services.snapshotter.drop_names("the run stopped within the epoch that asks for it")
-            epochs_done = number + 1 if is_whole else None
-            self._boundary.end_body(self.step, epochs_done=epochs_done, numbered=is_whole)
-        self._boundary.finish()
+        with self._noting_if_left():
+            self._begin()
+            for number in range(self._plan.epoch_of(state.steps_done), self._plan.first_epoch + num_epochs):
+                if self._services.stopping.is_ending:
+                    break
+                self._feed.load_further()
+                self._seed_body("epoch", number)
+                state.begin_epoch()
+                per_epoch = self._plan.steps_per_epoch
+                end = self._plan.num_steps_until(number)
+                self.repeats_head = state.steps_done > end - per_epoch
+                epoch = Epoch(self, number, per_epoch, end, state.tally)
+                yield epoch
+                self._end_epoch(epoch)
+            self._finish()
 
     def run_steps_of_epoch(self, end: int) -> Iterator[Step]:
         """Yield the steps up to step `end`, in an epoch's body."""
@@ -163,20 +155,20 @@ class Loop:
     def run_steps(self) -> Generator[Step, None, None]:
         """Yield the steps from the run's position on."""
         with self._noting_if_left():
-            self._boundary.begin()
+            self._begin()
             while not self._services.stopping.is_ending:
                 self._feed.load_further()
                 yield from self._run_step(is_last=False)
-            self._boundary.finish()
+            self._finish()
 
     def _run_step(self, *, is_last: bool) -> Iterator[Step]:
         """Yield the next step, and close it after its body. `is_last`: the body of the epoch continues after it."""
         number = self._state.steps_done
         self.repeats_head = False
-        self._boundary.seed_body("step", number)
+        self._seed_body("step", number)
         self._state.begin_step()
         if self.step is None:
-            self._replicas.watch(self._services.snapshotter)
+            self._prepared.replicas.watch(self._services.snapshotter)
         step = Step(number, self._plan.epoch_of(number), self._plan.micro_batches(number), self._parts)
         self.step = step
         self._on.begin_step(step)
@@ -192,7 +184,163 @@ class Loop:
         self._services.watchdog.enter("script", number + 1)
         self._on.end_step(step)
         if not is_last:
-            self._boundary.end_body(step, epochs_done=None, numbered=True)
+            self._end_body(None)
+
+    def _end_epoch(self, epoch: Epoch) -> None:
+        """An epoch's body has run."""
+        self.check_not_left()
+        if not epoch.is_done:
+            raise UsageError(
+                f"the steps of epoch {epoch.number} were not iterated over: its body needs `for step in epoch`; to end "
+                "early, call run.stop() and continue the loop",
+                code="SS218",
+            )
+        self._services.watchdog.enter("script", self._state.steps_done)
+        if self.is_cut:  # its body will run again, and will request its snapshots again
+            self._services.snapshotter.drop_names("the run stopped within the epoch that asks for it")
+        self._end_body(None if self.is_cut else epoch.number + 1)
+        self.is_cut = False
+
+    def _seed_body(self, purpose: str, number: int) -> None:
+        """Seed the body and its evaluations from its number, so that they do not depend on where the run resumed."""
+        seed_all(derive(self._context.config.seed, purpose, step=number))
+
+    def _cast_vote(self) -> Vote:
+        """Return this rank's vote, for the exchange of a step."""
+        results = (0, 0)
+        for each in self._on.interceptors:
+            results = max(results, each.results())  # only one of them has any
+        return self._services.stopping.cast_vote(
+            computed=results[0],
+            recomputed=results[1],
+            checksum=self._services.metrics.partial_checksums.take_own(),
+        )
+
+    # --- between the bodies -----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin the loop, if it has steps left."""
+        place = self._state.place
+        if place.is_past:
+            return
+        context = self._context
+        location = context.location
+        self._services.stopping.signals.listen()
+        self._services.watchdog.begin()
+        if place.is_further:
+            location.write_status("running", "", None)
+            drop_note(context.environment, OUTCOME)
+        elif location.directory is not None:
+            restart = context.environment.restart
+            location.directory.write_start(restart, from_step=self._state.steps_done, world_size=context.world_size)
+        note_begun(context)
+        context.group.announce_ready()  # rank 0 has done what no other rank does again
+        calls.wait_for_call(context.group, self._services.stopping.call)
+
+    def _end_body(self, epochs_done: int | None) -> None:
+        """Save the snapshots that are due after a body, and end the process if the ranks have voted to stop.
+
+        Args:
+            epochs_done: after the body of a complete epoch; else None.
+        """
+        steps_done = self._state.steps_done
+        services = self._services
+        stopping = services.stopping
+        snapshotter = services.snapshotter
+        replicas = self._prepared.replicas
+        if self.step is not None:
+            self._on.end_body(self.step)
+        if replicas.is_due(steps_done, epochs_done):
+            replicas.compare(steps_done)
+        # Ranks that continue with a step notice in its exchange that another one waits here.
+        if epochs_done is not None:
+            calls.wait_for_call(self._context.group, stopping.call, snapshotter.take_asked())
+        elif stopping.call == calls.STOP:
+            calls.wait_for_call(self._context.group, calls.STOP)
+        ending = stopping.is_ending
+        due = snapshotter.take_due(step=steps_done, epochs_done=epochs_done, numbered=not self.is_cut, ending=ending)
+        if due:
+            services.watchdog.enter("saving", steps_done)
+            snapshotter.wait_until_written()
+            snapshotter.save(self._build_training_state(epochs_done), steps_done, due, ending=ending)
+            services.watchdog.enter("script", steps_done)
+        if stopping.is_interrupted:
+            self._exit_after_signal()
+
+    def _build_training_state(self, epochs_done: int | None) -> TrainingState:
+        """Return the content of a snapshot. `epochs_done`: as for `_end_body`."""
+        state = self._state
+        prepared = self._prepared
+        lanes = self._feed.gather_lanes()
+        epoch = self._plan.epoch_of(state.steps_done) if epochs_done is None else epochs_done
+        position = state.build_position(epoch, self._feed.data, lanes)
+        divided = prepared.divided if self._context.location.is_divided else None
+        read_states = prepared.collect_states() if divided is None else divided.outline()
+        self._services.metrics.complete_checksums()
+        return prepared.replicas.build_training_state(
+            lambda: prepared.contents.build(position, state.script, read_states),
+            state.build_notes(),
+            state.steps_done,
+            None if divided is None else divided.is_mine,
+        )
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _exit_after_signal(self) -> None:
+        """End the process, since all ranks have voted to stop after a signal."""
+        stopping = self._services.stopping
+        context = self._context
+        steps_done = self._state.steps_done
+        saved = ""
+        if self._services.snapshotter.saved_step == steps_done:
+            saved = f", saved in {context.location.named}: the same command continues from there"
+        context.say(f"stopped by a signal after step {steps_done}{saved}")
+        stopping.signals.ignore_further()
+        self._end("stopped", f"stopped by {signal.Signals(stopping.signal).name}")
+        if self._unsaved_error is not None:
+            raise self._unsaved_error
+        notify_launcher(context.environment, OUTCOME, Outcome.STOPPED.value)
+        raise SystemExit(stopping.signals.exit_code)
+
+    def _finish(self) -> None:
+        """End a loop without steps left, so that the code after it draws the same numbers in a later start."""
+        state = self._state
+        if not state.place.is_past:
+            reason = state.stop_reason
+            if reason:
+                self._context.say(f"stopped at step {state.steps_done}: {reason}")
+            self._end("stopped" if reason else "done", reason)
+            notify_launcher(self._context.environment, OUTCOME, Outcome.FINISHED.value)
+            note_begun(self._context, is_done=True)
+        state.end_loop(self._plan)
+        self._seed_body("after", state.steps_done)
+
+    def _end(self, status: str, reason: str) -> None:
+        context = self._context
+        services = self._services
+        steps_done = self._state.steps_done
+        self._state.leave_loop()
+        self._feed.close()
+        services.watchdog.enter("saving", steps_done)
+        services.metrics.complete_checksums()
+        services.snapshotter.end(steps_done)
+        # On all ranks: if the launcher of one node ended with START_AGAIN, srun would return it for all nodes.
+        problems = context.group.gather(services.snapshotter.explain_unsaved(steps_done))
+        if failure := next(filter(None, problems), ""):
+            status = "failed"
+            reason = f"{failure}; fix this, and start the same command again"
+            self._unsaved_error = Error(reason, rank=problems.index(failure), code="SS417")
+        services.watchdog.enter("script", steps_done)
+        rows, measured = services.metrics.sum_up(services.watchdog.spent_s())
+        end: dict[str, Any] | None = None if failure else {"steps": steps_done, "measured": measured}
+        if context.group.can_heal:  # If rank 0 dies before this, another one writes it, or all start again.
+            context.group.once(context.location.write_status, status, reason, end)
+        else:
+            context.location.write_status(status, reason, end)
+        services.watchdog.close()
+        services.metrics.finish(rows, status)
+        self._prepared.misuse.close()
+        services.stopping.signals.restore()
 
     def explain_end(self) -> tuple[str, str]:
         """Describe why the loop has no step left, and how to train it longer."""
@@ -223,7 +371,7 @@ class Loop:
         """At the end of the process: return why the run has not ended correctly."""
         if self._state.is_in_loop and self.step is not None:  # the script has kept the iterator, which is still open
             self._leave()
-        return self._left_error or self._boundary.failure
+        return self._left_error or self._unsaved_error
 
     @contextmanager
     def _noting_if_left(self) -> Iterator[None]:

@@ -55,24 +55,20 @@ class RunMetrics(StepObserver):
         self._plan = plan
         self._prepared = prepared
 
-    def start_trackers(self, resumed_step: int | None = None) -> None:
-        """Start the trackers of a loop that has steps left. On rank 0.
-
-        Args:
-            resumed_step: as in `TrackerInfo`; None: the number of steps done.
-        """
-        if self._context.rank == 0 and self._info is not None:
-            resumed_step = self._state.steps_done if resumed_step is None else resumed_step
-            self._trackers.start(replace(self._info, resumed_step=resumed_step))
-
     def start(self, num_epochs: int | None) -> None:
-        """Show the progress, and time the loop, which has steps left.
+        """Start the trackers, show the progress, and time the loop, which has steps left.
 
         Args:
             num_epochs: number of epochs when it ends, over all loops; None in a loop over steps.
         """
+        self._start_trackers(self._state.steps_done)
         self._progress.begin(total_steps=self._state.place.last_step, has_epochs=num_epochs is not None)
         self._began_s = time.perf_counter()
+
+    def _start_trackers(self, resumed_step: int) -> None:
+        """Start the trackers, on rank 0. `resumed_step`: as in `TrackerInfo`."""
+        if self._context.rank == 0 and self._info is not None:
+            self._trackers.start(replace(self._info, resumed_step=resumed_step))
 
     def take_over(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Show the progress and pass rows to the trackers, on a rank that has become rank 0.
@@ -84,7 +80,7 @@ class RunMetrics(StepObserver):
         if not self._state.is_in_loop:
             return
         rows = [*rows]
-        self.start_trackers(min([self._state.steps_done, *(row["step"] - 1 for row in rows)]))
+        self._start_trackers(min([self._state.steps_done, *(row["step"] - 1 for row in rows)]))
         for row in rows:
             self._trackers.log({name: row[name] for name in row if name not in ("step", "epoch")}, row["step"])
 
