@@ -1,8 +1,8 @@
 """A loop's plan, against a model that lists the positions of all epochs and cuts them one after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from samestep.errors import InvalidValue
 from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
 from samestep.plan.order import Order, build_order, check_order
-from samestep.plan.tree import Layout, build_layout
+from samestep.plan.tree import build_layout
 
 SEED = 5
 MicroBatch = list[tuple[int, int]]  # an epoch and a position of it, for each sample
@@ -168,40 +168,6 @@ def test_endless_loops(loop: Loop) -> None:
         assert plan.num_steps_until(epoch) == loop.first_step - (-done // loop.batch_size)
 
 
-@given(loops())
-def test_uses_of_samples(loop: Loop) -> None:
-    """An epoch of complete steps uses each sample as often as the plan counts."""
-    plan = loop.build_plan()
-    used: dict[int, list[int]] = {}
-    for step in range(loop.first_step, loop.first_step + len(loop.list_steps())):
-        for epoch, samples in plan.plan_step(step).pieces:
-            used.setdefault(epoch, []).extend(samples.tolist())
-    for epoch in loop.epochs:
-        if len(used.get(epoch, [])) == loop.length:
-            counts = np.bincount(used[epoch], minlength=len(plan.count_uses(epoch)))
-            assert counts.tolist() == plan.count_uses(epoch).tolist()
-
-
-def share(world_size: int) -> Callable[[int], Layout]:
-    return partial(build_layout, world_size=world_size)
-
-
-@given(loops(), st.integers(1, 6))
-def test_the_ranks_load_each_micro_batch_once(loop: Loop, world_size: int) -> None:
-    plan, end = loop.build_plan(), loop.first_step + len(loop.list_steps())
-    by_rank = [[*plan.tasks(loop.first_step, end, rank=r, layout=share(world_size))] for r in range(world_size)]
-    alone = [*plan.tasks(loop.first_step, end, rank=0, layout=share(1))]
-    assert len({task.seed for task in alone}) == len(alone)
-    loaded = [iter(tasks) for tasks in by_rank]
-    expected = iter(alone)
-    for step in range(loop.first_step, end):
-        for held, tasks in zip(build_layout(len(plan.micro_batches(step)), world_size).ranges, loaded, strict=True):
-            for v in held:
-                task, other = next(tasks), next(expected)
-                assert (task.indices.tolist(), task.seed) == (other.indices.tolist(), other.seed)
-                assert task.seed == plan.task(step, v).seed
-
-
 @given(st.integers(1, 30), st.integers(0, 40), st.integers(1, 6))
 def test_a_lane_stays_in_one_worker(num_lanes: int, most: int, world_size: int) -> None:
     """Workers take turns with a rank's micro-batches."""
@@ -218,32 +184,6 @@ def test_a_lane_stays_in_one_worker(num_lanes: int, most: int, world_size: int) 
         assert workers[: len(held)] == workers[len(held) : 2 * len(held)] == workers[2 * len(held) :]
     indexed = LoopPlan(length=9, batch_size=2 * num_lanes, micro_batch_size=2, seed=0)
     assert indexed.count_workers(most, rank=0, world_size=world_size) == most
-
-
-@given(loops())
-def test_a_recorded_loop_has_the_same_plan(loop: Loop) -> None:
-    plan = loop.build_plan()
-    start = {"first_step": loop.first_step, "first_epoch": loop.first_epoch}
-    sizes = {"shard_sizes": loop.shard_sizes, "find_order": loop.find_order}
-    again = LoopPlan.from_numbers(loop.numbers | plan.numbers | start, **sizes)  # type: ignore[arg-type]
-    assert again.numbers == plan.numbers
-    for step in range(loop.first_step, loop.first_step + len(loop.list_steps())):
-        assert again.plan_step(step).fingerprint == plan.plan_step(step).fingerprint
-        assert again.epoch_of(step) == plan.epoch_of(step)
-    with pytest.raises(KeyError, match="data_length"):
-        LoopPlan.from_numbers(loop.numbers)
-
-
-def test_the_numbers_of_a_stream() -> None:
-    plan = LoopPlan(
-        length=STREAM_LENGTH, batch_size=8, micro_batch_size=2, seed=0, is_endless=True, shuffle=False, is_stream=True
-    )
-    assert plan.numbers == {
-        "num_lanes": 4, "data_length": STREAM_LENGTH, "mode": "steps", "shuffle": False, "drop_last": False,
-        "sampler": "default",
-    }  # fmt: skip
-    assert LoopPlan.from_numbers(plan.numbers | {"seed": 0, "batch_size": 8, "micro_batch_size": 2}).is_stream
-    assert plan.indices(plan.micro_batches(10**9)[3]).tolist() == [8 * 10**9 + 6, 8 * 10**9 + 7]
 
 
 def test_sizes_that_do_not_fit_are_refused_at_once() -> None:
