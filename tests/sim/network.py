@@ -18,6 +18,7 @@ from sim.scheduler import Process, Scheduler
 __name__ = "torch.distributed.simulated"
 
 CONNECT_S = 60.0
+GET_S = 300.0
 
 
 class Store:
@@ -32,12 +33,11 @@ class Store:
 class StoreHandle:
     """A connection to a store, as torch.distributed.TCPStore and PrefixStore."""
 
-    def __init__(self, process: Process, store: Store, prefix: str = "", timeout_s: float = 300.0) -> None:
+    def __init__(self, process: Process, store: Store, prefix: str = "") -> None:
         self.store = store
         self.prefix = prefix
         self.port = store.port
         self._process = process
-        self._timeout_s = timeout_s
 
     def _name(self, what: str, key: str) -> str:
         self._process.scheduler.point(self._process, f"store.{what} {key}")
@@ -49,7 +49,7 @@ class StoreHandle:
             raise real.DistNetworkError("the store has closed")
 
     def clone(self) -> "StoreHandle":
-        return StoreHandle(self._process, self.store, self.prefix, self._timeout_s)
+        return StoreHandle(self._process, self.store, self.prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
         self.store.entries[self._name("set", key)] = value.encode() if isinstance(value, str) else bytes(value)
@@ -58,8 +58,15 @@ class StoreHandle:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        self.wait(keys)
-        return [self.store.entries[self.prefix + key] for key in keys]
+        names = [self.prefix + key for key in keys]
+
+        def is_over() -> bool:
+            return self.store.host.is_dead or all(name in self.store.entries for name in names)
+
+        if not self._process.scheduler.wait(self._process, is_over, GET_S, f"store.wait {keys[0]}"):
+            raise real.DistStoreError("wait timeout")
+        self._check_open()
+        return [self.store.entries[name] for name in names]
 
     def add(self, key: str, amount: int) -> int:
         name = self._name("add", key)
@@ -70,18 +77,6 @@ class StoreHandle:
     def check(self, keys: Sequence[str]) -> bool:
         self._name("check", next(iter(keys), ""))
         return all(self.prefix + key in self.store.entries for key in keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        names = [self.prefix + key for key in keys]
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-
-        def is_over() -> bool:
-            return self.store.host.is_dead or all(name in self.store.entries for name in names)
-
-        label = f"store.wait {next(iter(keys), '')}"
-        if not self._process.scheduler.wait(self._process, is_over, limit_s, label):
-            raise real.DistStoreError("wait timeout")
-        self._check_open()
 
 
 class Endpoint:

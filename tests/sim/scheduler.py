@@ -8,7 +8,6 @@ seeded generator makes every decision, so a seed reproduces a whole run.
 import _thread
 import random
 import signal
-import zlib
 from collections.abc import Callable, Mapping
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -160,7 +159,6 @@ class Scheduler:
         strike: called at each point; may inject faults.
         on_end: called when all threads of a process have ended.
         history: what has happened, for a person.
-        trace: a checksum of all points: equal for equal runs.
     """
 
     def __init__(self, seed: str, *, switch: float = 0.15, tick_s: float = 2e-5) -> None:
@@ -170,7 +168,6 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.current: Task | None = None
         self.num_points = 0
-        self.trace = 0
         self.history: list[str] = []
         self.problem: BaseException | None = None
         self.strike: Callable[[Task, str], None] = lambda task, label: None
@@ -263,11 +260,18 @@ class Scheduler:
             self._moved_s = self.now_s
         self.num_points += 1
         self.now_s += self._tick_s if self.random.random() < 0.999 else 1.0
-        self.trace = zlib.crc32(f"{task.name} {label}".encode(), self.trace)
         self.strike(task, label)
 
     def _choose(self) -> Task:
-        """Return the task that runs next. Moves the clock if all wait."""
+        """Return the task that runs next. If none can continue, the simulation ends, and all tasks unwind."""
+        try:
+            return self._find_next()
+        except BaseException as problem:  # a hang, or a mistake in a condition
+            self._fail(problem)
+            return self.tasks[0]
+
+    def _find_next(self) -> Task:
+        """Return a task that can run. Moves the clock if all wait. Raises Hang if none ever can."""
         while True:
             for task in self.tasks:
                 if task.process.is_dead:
@@ -285,17 +289,12 @@ class Scheduler:
             self.now_s = max(self.now_s, min([wake_s, *thaws_s]))
 
     def _give_way(self, task: Task) -> None:
-        try:
-            chosen = self._choose()
-        except BaseException as problem:  # a hang, or a mistake in a condition
-            self._fail(problem)
-            raise Killed from None
+        chosen = self._choose()
         if chosen is not task:
             self._hand_over(chosen)
             task.turn.acquire()
 
     def _fail(self, problem: BaseException) -> None:
-        """End the simulation: all tasks unwind."""
         self.problem = self.problem or problem
         for each in self.tasks:
             each.process.end(-99)
@@ -339,12 +338,7 @@ class Scheduler:
             self.current = None
             self._is_over.release()
             return
-        try:
-            chosen = self._choose()
-        except BaseException as problem:
-            self._fail(problem)
-            chosen = self._choose()
-        self._hand_over(chosen)
+        self._hand_over(self._choose())
 
 
 def _run_task(scheduler: Scheduler, task: Task) -> None:

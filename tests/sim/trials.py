@@ -18,7 +18,7 @@ from samestep.snapshot.store import Store
 from sim.instances import Pool
 from sim.machine import Launch, Machine
 from sim.scenarios import Round, Scenario, simplify
-from sim.scheduler import BEGIN_S, Exited, Killed, Scheduler
+from sim.scheduler import Exited, Killed, Scheduler
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what differs from run to run
@@ -114,8 +114,6 @@ class Laboratory:
     Attributes:
         pool: the copies of samestep.
         num_healed: launches in which ranks continued after the death of another one.
-        num_points: switch points, see `Scheduler`, of all scenarios.
-        simulated_s: time that has passed in all scenarios.
         history: what has happened in the last scenario, for a person.
     """
 
@@ -127,10 +125,7 @@ class Laboratory:
         sys.unraisablehook = _hide_ends(sys.unraisablehook)
         self.pool = Pool()
         self.num_healed = 0
-        self.num_points = 0
-        self.simulated_s = 0.0
         self.history: list[str] = []
-        self.trace = 0
         self._expected: dict[tuple[str, int], Outcome] = {}
         self.run(Scenario(0, shard="optimizer", rounds=(Round(5, heals=True),)))  # imports all that is needed
 
@@ -176,9 +171,6 @@ class Laboratory:
                     _check_snapshots(machine.disk.run_dir)
             return Outcome.read(machine.disk.run_dir)
         finally:
-            self.trace = scheduler.trace
-            self.num_points += scheduler.num_points
-            self.simulated_s += scheduler.now_s - BEGIN_S
             machine.close()
 
     def shrink(self, scenario: Scenario, is_over: Any = lambda: False) -> Scenario:
