@@ -43,7 +43,6 @@ class Loaded(NamedTuple):
     """
 
     batch: Any
-    num_samples: int
     fingerprint: int
     place: tuple[int, int]
     position: Any = None
@@ -384,7 +383,7 @@ class Fetcher:
             is_reading_all = samples is unread and (self._read_many or self._read_batch)
             num_read = None if is_reading_all else len(samples)
             raise Error(explain(error, task.indices.tolist(), num_read), code="SS301") from error
-        return Loaded(batch, len(task.indices), fingerprint(task.indices), task.place, position)
+        return Loaded(batch, fingerprint(task.indices), task.place, position)
 
     def _collate(self, samples: Any, count: int) -> Any:
         if isinstance(samples, list) and len(samples) != count:

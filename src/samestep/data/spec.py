@@ -75,7 +75,7 @@ def read_data_arguments(
     }
     wanted = {name: value for name, value in given.items() if value is not None}
     if isinstance(data, DataLoader):
-        spec = dataclasses.replace(_understand_loader(data, sizes, takes_streams), **wanted)
+        spec = dataclasses.replace(_understand_loader(data, sizes), **wanted)
     else:
         spec = DataSpec(data, **wanted)
     _check_dataset(spec.dataset, takes_streams)
@@ -84,8 +84,7 @@ def read_data_arguments(
     return spec
 
 
-def _understand_loader(loader: DataLoader[Any], sizes: Sequence[int], takes_streams: bool) -> DataSpec:
-    _check_dataset(loader.dataset, takes_streams)
+def _understand_loader(loader: DataLoader[Any], sizes: Sequence[int]) -> DataSpec:
     if (own := _find_own(loader)) is not None:
         raise InvalidType(
             f"the DataLoader has its own {own}, but the run chooses the samples of a batch, and divides them among the "

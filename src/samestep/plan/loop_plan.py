@@ -205,7 +205,7 @@ class LoopPlan:
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch in which step `step` of the run begins."""
-        return self.first_epoch + self._span(step)[0] // self._num_samples
+        return self.first_epoch + self.micro_batches(step)[0][0] // self._num_samples
 
     def num_steps_within(self, epoch: int) -> int:
         """Return the number of steps of the run that need no sample of the epochs after `epoch`."""

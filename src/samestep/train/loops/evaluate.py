@@ -142,7 +142,8 @@ class Evaluator:
                     seed_all(self._derive("evaluate", v))
                     _set("training", evaluating)  # each time: a score function may call model.train()
                     _set("grad", without)  # and backward(), such as to weigh an input
-                    rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))
+                    start, stop = spans[v]
+                    rows.append(_read(score(to_device(loaded.batch, context.device)), stop - start))
                     self._gradients.buffers.undo()
                     self._clock.enter("validating", steps_done)
             return [_to_numbers(row) for row in rows[:num_own]]
