@@ -177,7 +177,7 @@ def test_another_rank_continues_an_upload(
     env = {"PYTHONPATH": find_tests(), "SAMESTEP_LOCAL_DIR": str(cluster.machine(0))}
     command = ["launch", "--nproc-per-node", "3", "--heal", str(Path(__file__).with_name("planted.py")), *words]
     done = check(samestep_command(*command, cwd=tmp_path, env=env))
-    assert "rank 0 is gone in step " in done.stderr
+    assert "lost rank 0 in step " in done.stderr
     assert not cluster.starts()
     check_complete(cluster, undisturbed)
 

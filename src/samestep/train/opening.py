@@ -201,7 +201,9 @@ def continue_without(context: RunContext, state: RunState, feed: Feed, services:
     services.watchdog.change_group()
     seconds = time.monotonic() - change.began_s
     context.location.write_heal(Heal(state.steps_done, change.lost, len(change.left), seconds))
-    context.say(_describe_change(change, state.steps_done, seconds))
+    numbers = f"{describe_ranks(change.left)} -> {describe_ranks(range(len(change.left)))}"
+    lost = f"lost {describe_ranks(change.lost)} in step {state.steps_done}"
+    context.say(f"{lost}, and continued after {seconds:.2f} s: {numbers}")
 
 
 def _find_problem(context: RunContext, interceptors: Sequence[Interceptor]) -> str:
@@ -212,13 +214,3 @@ def _find_problem(context: RunContext, interceptors: Sequence[Interceptor]) -> s
     if context.location.is_replicated:
         return "a run directory that the nodes do not share"
     return next((each.called for each in interceptors if not each.permits_healing), "")
-
-
-def _describe_change(change: Change, step: int, seconds: float) -> str:
-    be = "is" if len(change.lost) == 1 else "are"
-    left = describe_ranks(change.left)
-    others = f"{left} continues alone"
-    if len(change.left) > 1:
-        numbers = range(len(change.left))
-        others = f"{left} continue" + (f" as {describe_ranks(numbers)}" if [*change.left] != [*numbers] else "")
-    return f"{describe_ranks(change.lost)} {be} gone in step {step}: {others}, after {seconds:.2f} s"

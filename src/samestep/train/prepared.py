@@ -191,7 +191,7 @@ def prepare_objects(
         contents=contents,
         gradients=gradients,
         divided=divided,
-        misuse=MisuseChecks(objects, optimizers, divides=context.world_size > 1),
+        misuse=MisuseChecks(objects, optimizers, state, divides=context.world_size > 1),
         parameters=TrainedParameters(objects, optimizers, gradients),
         replicas=ReplicaChecks(objects, group, config.compare_every, has_divided_state=shard is not None),
         point=point,

@@ -1,7 +1,6 @@
 """Detects mistakes of a script at its calls of optimizers, such as an update from an incomplete gradient."""
 
 from collections.abc import Iterable, Mapping
-from enum import Enum, auto
 from typing import Any
 from weakref import WeakMethod, WeakSet, finalize
 
@@ -13,15 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from samestep.errors import UsageError
 from samestep.torch_internals import read_version
 from samestep.train.state.objects import Objects, list_params
+from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
-
-
-class Phase(Enum):
-    """Where the script is in its run."""
-
-    BEFORE_LOOP = auto()
-    IN_LOOP = auto()
-    AFTER_LOOP = auto()
 
 
 class MisuseChecks(StepObserver):
@@ -34,15 +26,15 @@ class MisuseChecks(StepObserver):
         divides: whether the gradients of this rank's micro-batches are not those of the batch.
     """
 
-    def __init__(self, objects: Objects, optimizers: Iterable[Optimizer], *, divides: bool) -> None:
+    def __init__(self, objects: Objects, optimizers: Iterable[Optimizer], state: RunState, *, divides: bool) -> None:
         self._objects = objects
+        self._state = state
         self._divides = divides
         self._optimizers = WeakSet(optimizers)
         self._signature = self._sign()
         self._names = {number: name for name, (number, *_) in self._signature.items()}
-        self._phase = Phase.BEFORE_LOOP
         self._step: Step | None = None
-        self._others: set[Optimizer] = set()  # were not passed, and have updated something in the loop
+        self._others: WeakSet[Optimizer] = WeakSet()  # were not passed, and have updated something in the loop
         # Gradients of their parameters, with the number of writes to each: when the last pass began, and those that
         # it has changed.
         self._before: dict[Tensor, int] = {}
@@ -56,29 +48,16 @@ class MisuseChecks(StepObserver):
         finalize(self, register_optimizer_step_pre_hook(check).remove)
 
     def begin_loop(self) -> None:
-        """A loop begins. Checks that the models are the prepared ones.
-
-        Raises:
-            UsageError: a model is not the one that was prepared.
-        """
+        """A loop begins. Raises UsageError if a model is not the one that was prepared."""
         before, now = self._signature, self._sign()
         if changed := next((name for name in before | now if before.get(name) != now.get(name)), ""):
             raise UsageError(
                 f"{changed} was added, removed, replaced or converted after run.prepare: change the model before it",
                 code="SS216",
             )
-        self._phase = Phase.IN_LOOP
 
     def begin_step(self, step: Step) -> None:
         self._step = step
-
-    def close(self) -> None:
-        """End the checks, with the loop."""
-        self._phase = Phase.AFTER_LOOP
-        self._step = None
-        self._others.clear()
-        self._before.clear()
-        self._partial.clear()
 
     def begin_pass(self, step: Step) -> None:
         if self._others:
@@ -95,9 +74,9 @@ class MisuseChecks(StepObserver):
 
     def _check_update(self, optimizer: Optimizer) -> None:
         is_ours = optimizer in self._optimizers
-        if is_ours and self._phase is Phase.BEFORE_LOOP:
-            _refuse_early(optimizer)
-        if self._phase is not Phase.IN_LOOP:
+        if not self._state.is_in_loop:
+            if is_ours and self._state.is_before_loops:
+                _refuse_early(optimizer)
             return
         ids = () if is_ours else map(id, list_params(optimizer))
         name = next((self._names[number] for number in ids if number in self._names), None)

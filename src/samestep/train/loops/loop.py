@@ -339,7 +339,6 @@ class Loop:
             context.location.write_status(status, reason, end)
         services.watchdog.close()
         services.metrics.finish(rows, status)
-        self._prepared.misuse.close()
         services.stopping.signals.restore()
 
     def explain_end(self) -> tuple[str, str]:
