@@ -420,7 +420,7 @@ PREPARED: dict[str, Mistake] = {
     "evaluate without prepare": at_start(
         r"call run\.prepare\(model=.*\) before run\.evaluate", lambda run: run.evaluate(score, Pairs())),
     "a model in DataParallel": at_start(
-        r"model is wrapped in DataParallel: pass the bare model", model=lambda: DataParallel(nn.Linear(4, 1))),
+        r"model is a DataParallel: pass the bare model", model=lambda: DataParallel(nn.Linear(4, 1))),
     "SyncBatchNorm": at_start(
         r"model\.1 is a SyncBatchNorm, whose statistics .*: use BatchNorm",
         model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))),

@@ -70,13 +70,13 @@ def open_loop(
     services.stopping.begin_loop()
     services.metrics.begin_loop(data.plan, prepared)
     observers = build_observers(data, context, state, prepared, services, interceptors)
-    has_steps = not state.place.is_past and not services.stopping.is_ending
+    has_steps = not state.loop.is_past and not services.stopping.is_ending
     borrow = partial(list_borrowed, interceptors) if interceptors else None
     feed = Feed(context, data, state, borrow, has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
     services.resources.watch(loop.conclude)
     begin_healing(context, state, feed, services, interceptors)
-    if not state.place.is_past:
+    if not state.loop.is_past:
         prepared.misuse.begin_loop()
         announce_loop(loop, context, state, prepared, is_ending=services.stopping.is_ending)
         services.metrics.start(data.num_epochs)
@@ -105,9 +105,9 @@ def resume_state(data: LoopData, context: RunContext, state: RunState, prepared:
     """Bring the stream to the loop's position, and objects that the script's lines before this loop have changed."""
     if data.lanes is not None:
         state.resume_lanes(data.lanes, data.plan)
-    if state.place.kind is not LoopKind.RESUMED:
+    if state.loop.kind is not LoopKind.RESUMED:
         return
-    if state.place.number:  # the script's lines before this loop ran again, after the state was restored
+    if state.loop.number:  # the script's lines before this loop ran again, after the state was restored
         state.set_script(prepared.restore_again(context))
     elif name := prepared.replicas.find_change():
         prepared.restore_again(context)
@@ -149,7 +149,7 @@ def build_observers(
 
 def announce_loop(loop: Loop, context: RunContext, state: RunState, prepared: Prepared, *, is_ending: bool) -> None:
     """Print how the ranks divide the steps of the first loop, and where it resumes. `is_ending`: it has no step."""
-    if state.place.is_further:
+    if state.loop.is_further:
         return
     config = context.config
     meta = prepared.point.meta

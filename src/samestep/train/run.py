@@ -48,6 +48,7 @@ from samestep.world.group_opening import choose_device, find_ranks, open_group
 from samestep.world.process_group import find_rank
 
 T = TypeVar("T")
+Collate = Callable[[list[Any]], Any]
 
 
 class Run:
@@ -381,7 +382,7 @@ class Run:
         data: Any,
         num_epochs: int,
         *,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         num_workers: int | None = None,
         sampler: Sampler | None = None,
         shuffle: bool | None = None,
@@ -442,7 +443,7 @@ class Run:
         data: Any,
         num_steps: int,
         *,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         num_workers: int | None = None,
         sampler: Sampler | None = None,
         shuffle: bool | None = None,
@@ -492,7 +493,7 @@ class Run:
         score: Callable[[Any], Mapping[str, Any]],
         data: Any,
         *,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         num_workers: int | None = None,
         micro_batch_size: int | None = None,
     ) -> dict[str, Any]:
@@ -646,7 +647,7 @@ class Run:
             True
         """
         self._check_left()
-        self._services.snapshotter.ask_for(name, is_taken=self._state.place.is_past)
+        self._services.snapshotter.ask_for(name, is_taken=self._state.loop.is_past)
 
     def restore(self, which: int | str) -> None:
         """Load the weights and buffers of a snapshot into the models, in place. Call it after the loop, on all ranks.

@@ -25,7 +25,7 @@ from samestep.train.ending.stopping import StopSignals
 from samestep.train.guards.watchdog import Watchdog
 from samestep.train.state.run_state import RunState
 from samestep.watch.progress import Progress
-from samestep.world.environment import Outcome, allow_all_characters, find_exit_code
+from samestep.world.environment import Environment, Outcome, allow_all_characters, find_exit_code
 from samestep.world.process_group import close_group, has_group
 from samestep.world.rendezvous_store import is_first
 
@@ -65,7 +65,7 @@ class Resources(Held):
     def note(self, error: Error) -> None:
         """Note that the script has left the loop. If the run is closed already, the process ends with this error."""
         if not self._is_open:
-            _shared.add_error(error, self._context)
+            _shared.add_error(error, self._context.environment)
 
     def close(self) -> None:
         """Close everything, at the end of the process."""
@@ -88,13 +88,13 @@ class Resources(Held):
         if failure is None:
             error = self._conclude()
         elif (directory := self._context.location.directory) is not None:
-            directory.write_status("failed", _describe_failure(failure, self._context.rank))
+            directory.write_status("failed", _describe_failure(failure, self._context.environment.rank))
         was_open = self._snapshotter.close()
         self._watchdog.close()
         self._context.group.close()
         self._signals.restore()
         if error is not None and was_open:
-            _shared.add_error(error, self._context)
+            _shared.add_error(error, self._context.environment)
 
     def forget(self) -> None:
         self._is_open = False
@@ -109,11 +109,11 @@ class Shared(Held):
     """
 
     def __init__(self) -> None:
-        self._errors: list[tuple[Error, str | None, int]] = []
+        self._errors: list[tuple[Error, Environment]] = []
 
-    def add_error(self, error: Error, context: RunContext) -> None:
+    def add_error(self, error: Error, environment: Environment) -> None:
         """Add the error of a run."""
-        self._errors.append((error, context.environment.error_dir, context.rank))
+        self._errors.append((error, environment))
 
     def close(self) -> None:
         for each in self._errors:
@@ -194,8 +194,9 @@ def _describe_failure(error: BaseException, rank: int) -> str:
     return f"rank {rank}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
 
 
-def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
+def end_with(error: Error, environment: Environment) -> NoReturn:
     """End the process of a finished script as if the script had raised `error`."""
+    error_dir, rank = environment.error_dir, environment.rank
     if error_dir is None:
         _say_once(error)
     else:

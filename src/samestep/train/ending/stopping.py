@@ -169,13 +169,13 @@ class Stopping(StepObserver):
 
     @property
     def _is_at_end(self) -> bool:
-        return self._state.steps_done >= self._state.place.last_step
+        return self._state.steps_done >= self._state.loop.last_step
 
     @property
     def is_ending(self) -> bool:
         """Whether no further step of the loop begins."""
         state = self._state
-        return state.steps_done >= state.place.last_step or bool(self.signal or state.stop_reason)
+        return state.steps_done >= state.loop.last_step or bool(self.signal or state.stop_reason)
 
     @property
     def is_interrupted(self) -> bool:

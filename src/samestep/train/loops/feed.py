@@ -117,7 +117,7 @@ class Feed:
         context = self._context
         spec = self.data.spec
         num_workers = 0
-        if not self._state.place.is_past:
+        if not self._state.loop.is_past:
             num_workers = self.plan.count_workers(spec.num_workers, rank=context.rank, world_size=context.world_size)
         self._has_workers = num_workers > 0
         spec = replace(spec, num_workers=num_workers)
@@ -139,7 +139,7 @@ class Feed:
 
         The loader workers do not read ahead over the end of these epochs, where a sampler may depend on the last step.
         """
-        self._loaded_end = self._state.place.last_step
+        self._loaded_end = self._state.loop.last_step
         orders = self.data.orders
         if orders is None:
             return

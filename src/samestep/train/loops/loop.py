@@ -119,7 +119,7 @@ class Loop:
             context, state, derive_seed, feed.load, prepared.gradients, observers, services.watchdog, self._cast_vote
         )
         self.step: Step | None = None
-        self.repeats_head = state.place.is_past
+        self.repeats_head = state.loop.is_past
         self.is_cut = False
         self._left_error: Error | None = None  # the script left the loop before its end
         self._unsaved_error: Error | None = None  # the last snapshot could not be written
@@ -220,14 +220,14 @@ class Loop:
 
     def _begin(self) -> None:
         """Begin the loop, if it has steps left."""
-        place = self._state.place
-        if place.is_past:
+        loop = self._state.loop
+        if loop.is_past:
             return
         context = self._context
         location = context.location
         self._services.stopping.signals.listen()
         self._services.watchdog.begin()
-        if place.is_further:
+        if loop.is_further:
             location.write_status("running", "", None)
             drop_note(context.environment, OUTCOME)
         elif location.directory is not None:
@@ -305,7 +305,7 @@ class Loop:
     def _finish(self) -> None:
         """End a loop without steps left, so that the code after it draws the same numbers in a later start."""
         state = self._state
-        if not state.place.is_past:
+        if not state.loop.is_past:
             reason = state.stop_reason
             if reason:
                 self._context.say(f"stopped at step {state.steps_done}: {reason}")
@@ -344,7 +344,7 @@ class Loop:
     def explain_end(self) -> tuple[str, str]:
         """Describe why the loop has no step left, and how to train it longer."""
         steps_done = self._state.steps_done
-        last_step = self._state.place.last_step
+        last_step = self._state.loop.last_step
         if steps_done < last_step:
             return f"run.stop() has ended it after step {steps_done}", f"start with {advise(resume=steps_done)}"
         is_cut = last_step == self._context.config.max_steps

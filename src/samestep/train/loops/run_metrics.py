@@ -62,7 +62,7 @@ class RunMetrics(StepObserver):
             num_epochs: number of epochs when it ends, over all loops; None in a loop over steps.
         """
         self._start_trackers(self._state.steps_done)
-        self._progress.begin(total_steps=self._state.place.last_step, has_epochs=num_epochs is not None)
+        self._progress.begin(total_steps=self._state.loop.last_step, has_epochs=num_epochs is not None)
         self._began_s = time.perf_counter()
 
     def _start_trackers(self, resumed_step: int) -> None:

@@ -20,6 +20,12 @@ from samestep.train.state.objects import Objects, list_tensors, strip_compiled
 from samestep.train.state.sharded_init import is_partial
 
 HOOKS = "_optimizer_state_dict_pre_hooks"  # the attribute of an optimizer with the hooks of its state_dict
+WRAPPED = "pass the bare model, samestep reduces gradients"
+REFUSED = {
+    DistributedDataParallel: WRAPPED,
+    DataParallel: WRAPPED,
+    GradScaler: "leave it out, samestep.Run(precision='fp16') scales the loss itself",
+}
 OldParams = dict[int, ref[nn.Parameter]]
 
 
@@ -35,16 +41,9 @@ def check_objects(objects: Objects, old_params: OldParams) -> None:
             raise InvalidType(
                 f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict", code="SS601"
             )
-        if isinstance(thing, DistributedDataParallel | DataParallel):
-            raise InvalidType(
-                f"{name} is wrapped in {type(thing).__name__}: pass the bare model, samestep reduces gradients",
-                code="SS601",
-            )
-        if isinstance(thing, GradScaler):
-            raise InvalidType(
-                f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself",
-                code="SS601",
-            )
+        for kind, advice in REFUSED.items():
+            if isinstance(thing, kind):
+                raise InvalidType(f"{name} is a {kind.__name__}: {advice}", code="SS601")
     for name, module in objects.modules.items():
         check_module(name, module)
         spread_buffers(module)

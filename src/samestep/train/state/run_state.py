@@ -27,8 +27,8 @@ class LoopKind(Enum):
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a loop in its run.
+class ScriptLoop:
+    """A loop of the script in its run.
 
     Attributes:
         number: number of the loop, from 0, in the order of the script.
@@ -105,7 +105,7 @@ class RunState:
         steps_done: steps completed so far, over all restarts.
         newest_step: number of the step whose body has begun last; -1 before the first one.
         began_step: `steps_done` when the current loop began.
-        place: the current loop, or the last one.
+        loop: the current loop, or the last one.
         is_in_loop: whether a loop has begun that has not ended.
         num_evaluations: evaluations since the current step or epoch began; each gets a different seed.
         stop_reason: why the script called run.stop() in this loop; "" if it did not.
@@ -118,7 +118,7 @@ class RunState:
         self.steps_done = 0
         self.newest_step = -1
         self.began_step = 0
-        self.place = Place(0, last_step=0, kind=LoopKind.RESUMED)
+        self.loop = ScriptLoop(0, last_step=0, kind=LoopKind.RESUMED)
         self.is_in_loop = False
         self.num_evaluations = 0
         self.stop_reason = ""
@@ -154,7 +154,7 @@ class RunState:
     def build_notes(self) -> dict[str, Any]:
         """Return what a snapshot's manifest holds of the state, because times and logged values may differ by start."""
         notes: dict[str, Any] = {"tally": self.tally.state_dict()}
-        if self.stop_reason and self.steps_done < self.place.last_step:
+        if self.stop_reason and self.steps_done < self.loop.last_step:
             notes["stopped"] = self.stop_reason
         return notes
 
@@ -186,7 +186,7 @@ class RunState:
 
     def resume_lanes(self, lanes: Lanes, plan: LoopPlan) -> None:
         """Continue to read a stream where the snapshot was taken."""
-        if self.place.kind is LoopKind.RESUMED and self.steps_done != plan.first_step:
+        if self.loop.kind is LoopKind.RESUMED and self.steps_done != plan.first_step:
             lanes.move(LanePosition(*row) for row in self._resumed.get("lanes", []))
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -259,14 +259,14 @@ class RunState:
         if number < self._num_past:
             kind = LoopKind.PAST
             end, _ = self._ends[number]
-        place = Place(number, end, kind)
-        location.once(lambda: self._record(location.directory, place, data))
-        self.steps_done = end if place.is_past else max(data.plan.first_step, self._resumed["step"])
+        loop = ScriptLoop(number, end, kind)
+        location.once(lambda: self._record(location.directory, loop, data))
+        self.steps_done = end if loop.is_past else max(data.plan.first_step, self._resumed["step"])
         self.began_step = self.steps_done
-        self.place = place
+        self.loop = loop
         self.is_in_loop = True
 
-    def _record(self, directory: RunDirectory | None, place: Place, data: LoopData) -> None:
+    def _record(self, directory: RunDirectory | None, loop: ScriptLoop, data: LoopData) -> None:
         """Compare a loop with the run's record of it, or record it.
 
         The record's numbers are those of the first loop; a list has those of the others. Entries of loops that began
@@ -275,16 +275,16 @@ class RunState:
         if directory is None:
             return
         recorded = directory.record.get("loops", [])
-        loops = recorded if place.is_further else recorded[: self._num_past]
+        loops = recorded if loop.is_further else recorded[: self._num_past]
         numbers = {"first_step": data.plan.first_step, "first_epoch": data.plan.first_epoch, **data.numbers}
-        if 0 < place.number <= len(loops):
-            if different := find_different(loops[place.number - 1], numbers):
+        if 0 < loop.number <= len(loops):
+            if different := find_different(loops[loop.number - 1], numbers):
                 raise RunDirectoryError(
-                    f"loop {place.number + 1} of the run in {directory.named} was a different one ({different}): "
+                    f"loop {loop.number + 1} of the run in {directory.named} was a different one ({different}): "
                     f"restore its values, or resume from step {data.plan.first_step} or earlier",
                     code="SS413",
                 )
-        elif place.number:
+        elif loop.number:
             loops = [*loops, numbers]
         if loops != recorded:
             directory.write_loops(loops)
@@ -297,6 +297,6 @@ class RunState:
         """End the loop; the script's lines after it begin. A further loop is not stopped by its run.stop()."""
         self.is_in_loop = False
         self.num_evaluations = AFTER_LOOP
-        if not self.place.is_past:
+        if not self.loop.is_past:
             self.stop_reason = ""
             self._ends = [*self._ends, [self.steps_done, plan.epoch_length or 0]]
