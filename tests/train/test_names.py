@@ -53,8 +53,8 @@ def train(run_dir: Path | None, num_steps: int, changes: str = "") -> dict[str, 
         t.ema.update_parameters(t.model)
 
     tiny.train(num_steps=num_steps, then=then)
-    state = {key.replace("_orig_mod.", ""): value.tolist() for key, value in tiny.ema.state_dict().items()}
-    return state | {key.replace("_orig_mod.", ""): value.tolist() for key, value in tiny.model.state_dict().items()}
+    states = {**tiny.ema.state_dict(), **tiny.model.state_dict()}
+    return {key.replace("_orig_mod.", ""): value.tolist() for key, value in states.items()}
 
 
 @pytest.mark.parametrize("changes", ["order", "compile"])
