@@ -43,7 +43,7 @@ def read_float32_settings(device_type: str) -> dict[str, str]:
         if device_type == "cuda"
         else {"matmul": "mkldnn.matmul", "convolution": "mkldnn.conv"}
     )
-    found = {name: attrgetter(f"{place}.fp32_precision")(torch.backends) for name, place in backend.items()}
+    found = {name: attrgetter(f"{path}.fp32_precision")(torch.backends) for name, path in backend.items()}
     return {name: value.replace("none", "ieee") for name, value in found.items()}
 
 

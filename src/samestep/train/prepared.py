@@ -34,7 +34,7 @@ from samestep.train.step.steps import Step, StepObserver
 
 read_groups = attrgetter("param_groups")
 read_params = itemgetter("params")
-Divided = DividedOptimizers | ShardedState  # state of which each rank has a part
+Divided = DividedOptimizers | ShardedState  # state that the ranks divide
 
 
 class TrainedParameters(StepObserver):

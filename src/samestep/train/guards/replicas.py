@@ -38,9 +38,9 @@ def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
     for name, module in objects.modules.items():
         found += [
             (f"{name}.{strip_compiled(path)}.{key}", buffer)
-            for path, part in module.named_modules()
-            if isinstance(part, _BatchNorm)
-            for key, buffer in part.named_buffers(recurse=False)
+            for path, child in module.named_modules()
+            if isinstance(child, _BatchNorm)
+            for key, buffer in child.named_buffers(recurse=False)
         ]
     return found
 

@@ -1,4 +1,4 @@
-"""State of which each rank has a part, so that there are no replicas, and the one of `Run(shard="optimizer")`.
+"""State that the ranks divide, so that there are no replicas, and the one of `Run(shard="optimizer")`.
 
 With it, each rank gets the gradients of the parameters that it owns. torch's optimizers skip parameters without a
 gradient, so each rank updates its own, and allocates state for these only. After the update, the owners send the
@@ -30,7 +30,7 @@ from samestep.world.transport import check_equal
 
 
 class DividedState:
-    """The prepared objects of a run, of whose state each rank has a part.
+    """The prepared objects of a run whose ranks divide their state.
 
     Compares how often the ranks have called each optimizer, and with which settings.
 

@@ -19,7 +19,7 @@ from samestep.torch_internals import rename_state
 MAX_SHOWN = 600
 STATE = "state"  # the key of the parameters' states in an optimizer's state_dict
 GROUPS = "param_groups"
-_COMPILED = "_orig_mod"  # the attribute in which a wrapper of torch.compile holds the module
+_COMPILED = "_orig_mod"  # the attribute in which a wrapper of torch.compile keeps the module
 
 
 def strip_compiled(path: str) -> str:
@@ -30,7 +30,7 @@ def strip_compiled(path: str) -> str:
         >>> strip_compiled("encoder._orig_mod.weight")
         'encoder.weight'
     """
-    return ".".join(part for part in path.split(".") if part != _COMPILED) if _COMPILED in path else path
+    return ".".join(name for name in path.split(".") if name != _COMPILED) if _COMPILED in path else path
 
 
 def list_params(optimizer: Optimizer) -> list[Tensor]:
@@ -148,7 +148,7 @@ class Objects:
 
 
 def _load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what `save_module` has returned, also for a module that is compiled in other parts. Errors as torch's."""
+    """Load what `save_module` has returned, also if other modules inside are compiled now. Errors as torch's."""
     paths = [*module.state_dict(keep_vars=True), *(path for path, _ in module.named_modules())]
     own = {strip_compiled(path): path for path in paths}
     module.load_state_dict(rename_state(state, lambda path: own.get(path, path)))

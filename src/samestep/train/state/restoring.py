@@ -62,7 +62,7 @@ class SnapshotContents:
         """Add the parameter groups that only the snapshot has, before the state is divided among the ranks.
 
         Raises:
-            RunDirectoryError: the snapshot holds objects with other names.
+            RunDirectoryError: the objects in the snapshot have other names.
         """
         names = self._objects.by_name.keys()
         saved = contents["objects"]
@@ -163,7 +163,7 @@ def restore_models(
     if keys is None:
         return False
     for name, module in modules.items():
-        state = save_module(module)  # with the versions of its parts
+        state = save_module(module)  # with the versions of its modules
         saved = {key: shard_as(state.get(key), group.once(read, name, key)) for key in keys[name]}
         state.clear()
         state.update(saved)
@@ -194,7 +194,7 @@ def read_settings(objects: Objects) -> dict[str, Any]:
 
 
 def read_overriding(objects: Objects, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the script's settings in the place of a snapshot, for `override`.
+    """Return the script's settings at the position of a snapshot, for `override`.
 
     Call it before the objects are restored: it steps the script's schedulers to their positions in the snapshot.
     `ReduceLROnPlateau`, whose position follows from values that it was given, is left out.
@@ -237,7 +237,7 @@ def _list_options(optimizer: Optimizer) -> set[str]:
 
 
 def _read_position(saved: Mapping[str, Any]) -> int:
-    """Return how often a scheduler was stepped. A chained scheduler has only the positions of its parts."""
+    """Return how often a scheduler was stepped. A chained scheduler has only the positions of those that it chains."""
     return int(saved["last_epoch"] if "last_epoch" in saved else _read_position(saved["_schedulers"][0]))
 
 
@@ -246,5 +246,5 @@ def _list_schedule(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, A
     for key, value in state.items():
         if not key.startswith("_") and key not in ("last_epoch", "base_lrs"):
             yield f"{name}.{key}", value
-    for number, part in enumerate(state.get("_schedulers", ())):
-        yield from _list_schedule(f"{name}[{number}]", part)
+    for number, inner in enumerate(state.get("_schedulers", ())):
+        yield from _list_schedule(f"{name}[{number}]", inner)

@@ -99,7 +99,7 @@ class MetricsTally:
 
 
 class RunState:
-    """The state of a run, of which snapshots hold a part. Only its methods write it, and the script `script`.
+    """The state of a run, some of which is in snapshots. Only its methods write it, and the script `script`.
 
     Attributes:
         steps_done: steps completed so far, over all restarts.
@@ -111,7 +111,7 @@ class RunState:
         stop_reason: why the script called run.stop() in this loop; "" if it did not.
         tally: counts and averages of the steps.
         script: `Run.state`, which the script fills.
-        summary: `Run.summary`, which no snapshot holds.
+        summary: `Run.summary`, which is in no snapshot.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class RunState:
         return {"loops": self._ends, "begins": self._resumed.get("begins", [])}
 
     def build_notes(self) -> dict[str, Any]:
-        """Return what a snapshot's manifest holds of the state, because times and logged values may differ by start."""
+        """Return the state that is in a snapshot's manifest, because times and logged values may differ by start."""
         notes: dict[str, Any] = {"tally": self.tally.state_dict()}
         if self.stop_reason and self.steps_done < self.loop.last_step:
             notes["stopped"] = self.stop_reason

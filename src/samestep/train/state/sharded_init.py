@@ -79,10 +79,10 @@ class ShardedInit:
         filled: list[nn.Parameter] = []
         num_writes = {param: read_version(param) for param in module.parameters() if param.is_meta}
         with torch.random.fork_rng(devices=()):
-            for part in reversed([*module.modules()]):  # inner ones first
-                origin = vars(part).pop(_ORIGIN, None)
+            for child in reversed([*module.modules()]):  # inner ones first
+                origin = vars(child).pop(_ORIGIN, None)
                 if origin is not None and origin.created:
-                    filled += self._initialize(part, origin)
+                    filled += self._initialize(child, origin)
         for name, param in module.named_parameters():
             if param.is_meta:
                 raise UsageError(
@@ -98,16 +98,16 @@ class ShardedInit:
                 )
         return filled
 
-    def _initialize(self, part: nn.Module, origin: _Origin) -> list[nn.Parameter]:
+    def _initialize(self, child: nn.Module, origin: _Origin) -> list[nn.Parameter]:
         """Give memory and initial values to the parameters that a module has created."""
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if reset is None or isinstance(part, nn.RNNBase):
+        reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
+        if reset is None or isinstance(child, nn.RNNBase):
             raise UsageError(
-                f"{type(part).__name__} has the parameter {min(origin.created)} and no reset_parameters that "
+                f"{type(child).__name__} has the parameter {min(origin.created)} and no reset_parameters that "
                 "run.sharded_init can use: add this method to its class, or build the model outside of the block",
                 code="SS611",
             )
-        params = dict(part.named_parameters(recurse=False))
+        params = dict(child.named_parameters(recurse=False))
         own = [param for name, param in params.items() if name in origin.created]
         for param in own:
             whole = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)

@@ -70,7 +70,7 @@ class ShardedState(DividedState):
 
     Args:
         blocks: classes of modules that are gathered one at a time. None: see `find_blocks`.
-        init: has built models, or parts of them.
+        init: has built models, or children of them.
 
     Attributes:
         models: the models.
@@ -158,11 +158,11 @@ def find_blocks(module: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
     Args:
         blocks: classes of modules. None: the modules in each `nn.ModuleList` that have a forward.
     """
-    parts = [part for part in module.modules() if part is not module][::-1]
+    children = [child for child in module.modules() if child is not module][::-1]
     if blocks is None:
-        listed = {each for part in module.modules() if isinstance(part, nn.ModuleList) for each in part}
-        return [part for part in parts if part in listed and _has_forward(part)]
-    return [part for part in parts if isinstance(part, tuple(blocks))]
+        listed = {each for child in module.modules() if isinstance(child, nn.ModuleList) for each in child}
+        return [child for child in children if child in listed and _has_forward(child)]
+    return [child for child in children if isinstance(child, tuple(blocks))]
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -171,10 +171,10 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _check_blocks(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
     """Raise InvalidValue if no module is of a block's class."""
-    parts = [part for module in modules.values() for part in module.modules()]
+    children = [child for module in modules.values() for child in module.modules()]
     for block in blocks:
-        if not any(isinstance(part, block) for part in parts):
-            kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+        if not any(isinstance(child, block) for child in children):
+            kinds = ", ".join(dict.fromkeys(type(child).__name__ for child in children))
             raise InvalidValue(
                 f"shard_blocks holds {block.__name__}, but the models consist of {kinds}: name some of these",
                 code="SS101",
@@ -204,14 +204,14 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
                 code="SS607",
             )
         seen |= own
-        paths = {part: f"{name}.{path}" if path else name for path, part in module.named_modules()}
-        for part in [*find_blocks(module, blocks), module]:
-            filled = init.fill(part)
+        paths = {child: f"{name}.{path}" if path else name for path, child in module.named_modules()}
+        for child in [*find_blocks(module, blocks), module]:
+            filled = init.fill(child)
             try:
-                units.append(ShardedUnit(paths[part], part, mesh))
+                units.append(ShardedUnit(paths[child], child, mesh))
             except (ValueError, RuntimeError) as error:  # RuntimeError: also NotImplementedError
                 raise InvalidValue(
-                    f"{paths[part]} cannot be sharded ({' '.join(str(error).split())}): change the model, or use "
+                    f"{paths[child]} cannot be sharded ({' '.join(str(error).split())}): change the model, or use "
                     'shard="optimizer"',
                     code="SS607",
                 ) from None
