@@ -246,6 +246,18 @@ def test_a_later_run_of_the_process_ends_the_first(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "ledger.bin").stat().st_size == 4 * RECORD.size
 
 
+def test_a_loop_keeps_its_run_open(tmp_path: Path) -> None:
+    def train() -> None:
+        tiny = Tiny(tmp_path / "run")
+        steps = tiny.run.steps(Pairs(), 2)
+        del tiny.run
+        gc.collect()
+        tiny.take(steps)
+
+    samestep.spawn(train)
+    assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [2]
+
+
 def test_a_dropped_run_is_collected() -> None:
     """As where a cell of a notebook is interrupted and run again: no second model and optimizer remains."""
     tiny = Tiny()

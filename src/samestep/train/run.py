@@ -166,7 +166,7 @@ class Run:
         self.local_rank = environment.local_rank
         self._group = group
         self._progress = Progress(is_shown=self.rank == 0)
-        location = open_location(settings, group, self._progress.say, keeps=environment.heals)
+        location = open_location(settings, group, self._say, keeps=environment.heals)
         self.dir = location.path
         context = RunContext(
             environment,
@@ -174,7 +174,7 @@ class Run:
             group,
             self.device,
             MixedPrecision(settings.precision, self.device),
-            self._progress.say,
+            self._say,
             location,
             hide_secrets(config or {}),
         )
@@ -808,6 +808,10 @@ class Run:
     def _check_left(self) -> None:
         if self._loop is not None:
             self._loop.check_not_left()
+
+    def _say(self, sentence: str) -> None:
+        """Print a sentence. The context has this method, so a loop that the script keeps also keeps the run open."""
+        self._progress.say(sentence)
 
     def __del__(self) -> None:
         if hasattr(self, "_services"):  # false if `__init__` has failed

@@ -80,14 +80,13 @@ class Resources(Held):
         """
         if not self._is_open:
             return
+        error = self._conclude() if failure is None else None  # before this run counts as closed, see `note`
         self._is_open = False
         if not self._state.is_in_loop:
             self._snapshotter.drop_names("run.snapshot was called outside of a loop; call it in the body of the loop")
         self._progress.close()
-        error = None
-        if failure is None:
-            error = self._conclude()
-        elif (directory := self._context.location.directory) is not None:
+        directory = self._context.location.directory
+        if failure is not None and directory is not None:
             directory.write_status("failed", _describe_failure(failure, self._context.environment.rank))
         was_open = self._snapshotter.close()
         self._watchdog.close()
