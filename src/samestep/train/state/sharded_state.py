@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils._pytree import tree_map
 
 from samestep.engine.sharded_unit import ShardedUnit
@@ -32,18 +32,7 @@ from samestep.world.group import Group
 from samestep.world.host import find_block_size
 
 # They compute each element of a parameter from the same elements of its gradient and state.
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.ASGD,
-)
+ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD)
 Blocks = Sequence[type[nn.Module]]
 
 
@@ -169,8 +158,24 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _check_blocks(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
-    """Raise InvalidValue if no module is of a block's class."""
+def _check_models(modules: Mapping[str, nn.Module], blocks: Blocks) -> None:
+    """Raise InvalidValue if a model cannot be sharded, or no module is of a block's class."""
+    seen: set[nn.Parameter] = set()
+    for name, module in modules.items():
+        own = {*module.parameters()}
+        dtypes = {str(param.dtype) for param in own if param.requires_grad}
+        problems = {
+            "has no forward": not _has_forward(module),
+            "shares parameters with another model": bool(seen & own),
+            f"trains parameters of {' and '.join(sorted(dtypes))}": len(dtypes) > 1,
+        }
+        if problem := next((each for each, is_there in problems.items() if is_there), ""):
+            raise InvalidValue(
+                f'{name} {problem}, and shard="fsdp2" needs models with forward and one dtype, which share nothing: '
+                'change it, or use shard="optimizer"',
+                code="SS607",
+            )
+        seen |= own
     children = [child for module in modules.values() for child in module.modules()]
     for block in blocks:
         if not any(isinstance(child, block) for child in children):
@@ -185,25 +190,10 @@ def _shard(modules: Mapping[str, nn.Module], blocks: Blocks | None, group: Group
     """Shard models: their parameters are replaced."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    _check_blocks(modules, blocks or ())
+    _check_models(modules, blocks or ())
     mesh = DeviceMesh(group.device.type, range(group.world_size))
     units: list[ShardedUnit] = []
-    seen: set[int] = set()
     for name, module in modules.items():
-        own = {id(param) for param in module.parameters()}
-        dtypes = {str(param.dtype) for param in module.parameters() if param.requires_grad}
-        problems = {
-            "has no forward": not _has_forward(module),
-            "shares parameters with another model": bool(seen & own),
-            f"trains parameters of {' and '.join(sorted(dtypes))}": len(dtypes) > 1,
-        }
-        if problem := next((each for each, is_there in problems.items() if is_there), ""):
-            raise InvalidValue(
-                f'{name} {problem}, and shard="fsdp2" needs models with forward and one dtype, which share nothing: '
-                'change it, or use shard="optimizer"',
-                code="SS607",
-            )
-        seen |= own
         paths = {child: f"{name}.{path}" if path else name for path, child in module.named_modules()}
         for child in [*find_blocks(module, blocks), module]:
             filled = init.fill(child)
