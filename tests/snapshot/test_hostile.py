@@ -149,7 +149,8 @@ def read_from_bucket(place: Path) -> Any:
     store = Store(place / "copy")
     store.path.parent.mkdir(exist_ok=True)
     mirror = Mirror(f"file://{place / 'run'}", warn=lambda sentence: None)
-    store.find("latest", pulled=mirror.pull(store, "latest"))
+    mirror.pull(store, "latest")
+    store.find("latest")
     return read_here_at(store)
 
 

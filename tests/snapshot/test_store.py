@@ -83,7 +83,7 @@ def test_one_of_the_same_step_is_replaced(store: Store) -> None:
 
 
 def test_an_absent_snapshot_is_reported_with_those_that_exist(store: Store) -> None:
-    with pytest.raises(RunDirectoryError, match=r"there is no snapshot named best in .*: there are none yet"):
+    with pytest.raises(RunDirectoryError, match=r"there is no snapshot named best in .*: there is no other"):
         store.find("best")
     write_snapshot(store, {}, step=1)
     write_snapshot(store, {}, step=3, name="best")

@@ -144,7 +144,7 @@ def _measure_files(point: ResumePoint, snapshot: Snapshot, directory: RunDirecto
         if 0 < wanted.get(name, size) <= size:
             sizes[name] = wanted.get(name, size)
     files = snapshot.manifest["files"].items()
-    return sizes | {f"{SNAPSHOTS}/{snapshot.label}/{file}": measure(pieces) for file, pieces in files}
+    return sizes | {f"{SNAPSHOTS}/{snapshot.path.name}/{file}": measure(pieces) for file, pieces in files}
 
 
 def _read_piece(name: str, start: int, size: int, directory: RunDirectory) -> bytes:
@@ -172,5 +172,5 @@ def _adopt(names: Sequence[str], snapshot: Snapshot, directory: RunDirectory) ->
                 os.rename(directory.store.inbox / path.name, partial_path)  # noqa: TID251 whole, on one file system
     directory.read_record()
     if problem := directory.store.adopt(snapshot):
-        where = f"the copy of {directory.store.path / snapshot.label} from another node"
+        where = f"the copy of {directory.store.path / snapshot.path.name} from another node"
         raise RunDirectoryError(f"{where} is damaged ({problem}): start again", code="SS410")

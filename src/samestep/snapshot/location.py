@@ -26,7 +26,7 @@ from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.shared_directory import find_unused, find_writers, holds_files
-from samestep.snapshot.store import NOTHING, SavedRun, Snapshot, Store
+from samestep.snapshot.store import SavedRun, Snapshot, Store
 from samestep.watch.records import LOGS
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -241,13 +241,13 @@ class Location:
         checks_parts = self.is_replicated or self._group.world_size == 1
 
         def look(directory: RunDirectory) -> dict[str, Any]:
-            directory.store.clean()
+            store = directory.store
+            store.clean()
             if resume is not None:
-                directory.drop_left(rewinds)
-            pulled = NOTHING
+                store.abandon([each for each in store.snapshots() if each.was_left(rewinds)])
             if self._mirror is not None:
-                pulled = self._mirror.pull(directory.store, resume, rewinds, with_files=True)
-            return directory.look(resume, pulled, checks_parts=checks_parts).to_plain()
+                self._mirror.pull(store, resume, rewinds, with_files=True)
+            return directory.look(resume, checks_parts=checks_parts).to_plain()
 
         while True:
             held = [Holding.from_plain(each) for each in self._each_directory(look)]
@@ -282,8 +282,9 @@ class Location:
         """Find a snapshot during the run, on rank 0. Arguments, result and errors as for `Store.find`."""
         assert self.path is not None
         store = Store(self.path, self.named)
-        pulled = NOTHING if self._mirror is None else self._mirror.pull(store, which, self._rewinds)
-        return store.find(which, warn=self._say, pulled=pulled)
+        if self._mirror is not None:
+            self._mirror.pull(store, which, self._rewinds)
+        return store.find(which, warn=self._say)
 
     def begin(self, point: ResumePoint, options: StartOptions) -> None:
         """Take the run back to a point, make this start its writer, and start the logs. Called once. Raises Error."""

@@ -24,7 +24,7 @@ from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import DIRECTORY, MANIFEST, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Pulled, Snapshot, Store, list_outdated
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Remote, Snapshot, Store, list_outdated
 from samestep.watch.records import LOCK, RECORD, SHARED
 from samestep.world.environment import advise, read_cache_dir, read_host
 from samestep.world.forking import at_rest
@@ -231,8 +231,10 @@ class Mirror:
         rewinds: Sequence[int] = (),
         *,
         with_files: bool = False,
-    ) -> Pulled:
+    ) -> None:
         """Copy the newest undamaged snapshot at the URL that matches to a store, unless that has it or a newer one.
+
+        Tells the store what is at the URL.
 
         Args:
             which: as for `Store.find`; None: copy none.
@@ -243,12 +245,13 @@ class Mirror:
             OSError: the store cannot be written.
         """
         there = [each for each in self.snapshots() if not each.was_left(rewinds)]
+        store.remote = Remote(self.url, there)
         problem = ""
         for snapshot in reversed([each for each in there if which is not None and each.matches(which)]):
             if problem:
                 self._warn(f"skipping a snapshot that cannot be used: {problem}")
             if store.holds(snapshot):
-                return Pulled(self.url, there)
+                return
             problem = snapshot.problem or store.judge(snapshot)
             if not problem:
                 if with_files:  # first: a snapshot without the rows before it must not be found
@@ -257,9 +260,9 @@ class Mirror:
                 self._fetch(snapshot.path.name, snapshot.manifest["files"], store.inbox)
                 problem = store.adopt(snapshot)
             if not problem:
-                return Pulled(self.url, there)
+                return
             problem = f"{self.url}/{SNAPSHOTS}/{snapshot.path.name}: {problem}"
-        return Pulled(self.url, there, problem)
+        store.remote = Remote(self.url, there, problem)
 
     # --- push -------------------------------------------------------------------------------------------------
 
@@ -316,23 +319,23 @@ class Mirror:
             self._push_files(directory)
 
     def _push_snapshots(self, store: Store, keep: int) -> None:
-        there = {each.label: each for each in self.snapshots()}
+        there = {each.path.name: each for each in self.snapshots()}
         newest = {each.name: each for each in store.snapshots() if each.problem is None}
         # Named ones first: a script that resumes from the numbered one would not request them again.
         for own in sorted(newest.values(), key=lambda each: each.name is None):
-            before = there.get(own.label)
+            before = there.get(own.path.name)
             if before is not None:
                 if before.problem is None and own.is_same(before):
                     continue
-                self._remove(own.label)
+                self._remove(own.path.name)
             self._push_snapshot(own)
-            there[own.label] = own
+            there[own.path.name] = own
         for each in list_outdated(sorted(there.values(), key=lambda each: each.age), keep):
-            self._remove(each.label)
+            self._remove(each.path.name)
 
     @_requests
     def _push_snapshot(self, snapshot: Snapshot) -> None:
-        place = f"{SNAPSHOTS}/{snapshot.label}"
+        place = f"{SNAPSHOTS}/{snapshot.path.name}"
         for file in snapshot.manifest["files"]:
             source = str(snapshot.path / file)
             self._put(f"{place}/{file}", lambda path: self._fs.put_file(source, path))  # noqa: B023

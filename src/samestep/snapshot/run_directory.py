@@ -23,7 +23,7 @@ from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.logs import AppendLog, Heal, KeptLogs, StepRecords, count_records, format_row
 from samestep.snapshot.resume_point import Holding, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
-from samestep.snapshot.store import ABANDONED, NOTHING, SNAPSHOTS, Pulled, Snapshot, Store
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Snapshot, Store
 from samestep.watch.records import (
     HEALS,
     LEDGER,
@@ -172,16 +172,12 @@ class RunDirectory(StepRecords):
 
     # --- start ------------------------------------------------------------------------------------------------
 
-    def drop_left(self, rewinds: Sequence[int]) -> None:
-        """Abandon the snapshots that the run has left in another copy. `rewinds`: as in `run.json` of any copy."""
-        self.store.abandon([each for each in self.store.snapshots() if each.was_left(rewinds)])
-
-    def look(self, resume: str | int | None, pulled: Pulled = NOTHING, *, checks_parts: bool = True) -> Holding:
+    def look(self, resume: str | int | None, *, checks_parts: bool = True) -> Holding:
         """Look for the snapshot to resume from, and check it.
 
         Args:
             resume: as in `RunConfig`.
-            pulled, checks_parts: as in `Store.find`.
+            checks_parts: as in `Store.find`.
 
         Raises:
             RunDirectoryError: there are snapshots and `resume` is None.
@@ -190,11 +186,11 @@ class RunDirectory(StepRecords):
         problem = code = ""
         if resume is not None:
             try:
-                found = self.store.find(resume, warn=self._warn, pulled=pulled, checks_parts=checks_parts)
+                found = self.store.find(resume, warn=self._warn, checks_parts=checks_parts)
             except Error as error:
                 problem, code = str(error), error.code
-        here = self.store.snapshots()
-        if resume is None and (here or pulled.snapshots):
+        known = [*self.store.snapshots(), *self.store.remote.snapshots]
+        if resume is None and known:
             ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
             raise RunDirectoryError(
                 f"{self.named} already has snapshots and resume is never: start with {ways}", code="SS406"
@@ -202,7 +198,7 @@ class RunDirectory(StepRecords):
         return Holding(
             found=found,
             problem=problem,
-            newest_step=max((each.step for each in (*here, *pulled.snapshots)), default=0),
+            newest_step=max((each.step for each in known), default=0),
             num_recorded=count_records(self.path / LEDGER),
             code=code,
         )

@@ -6,8 +6,9 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -114,14 +115,9 @@ class Snapshot:
         return cls(path, step, match[1], manifest, problem)
 
     @property
-    def label(self) -> str:
-        """Return the name of the directory."""
-        return name_directory(self.step, self.name)
-
-    @property
     def age(self) -> tuple[int, bool, str]:
         """Return a sort key, the oldest snapshot first. Among snapshots of one step, the numbered one is the newest."""
-        return self.step, self.name is None, self.label
+        return self.step, self.name is None, self.path.name
 
     @property
     def size_bytes(self) -> int:
@@ -135,7 +131,7 @@ class Snapshot:
 
     def is_same(self, other: "Snapshot") -> bool:
         """Return whether a snapshot in another copy of the run has the same name and content."""
-        if not self.manifest or not other.manifest or self.label != other.label:
+        if not self.manifest or not other.manifest or self.path.name != other.path.name:
             return False
         keys = ("digest" if self.manifest["digest"] else "files", "step", "meta")
         return all(self.manifest[key] == other.manifest[key] for key in keys)
@@ -152,21 +148,17 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Pulled:
-    """The result of a request for a snapshot that may be at a URL. If that has a newer one, it is in the store by now.
+class Remote:
+    """The snapshots at the URL of a run, at the last request. One that was wanted is in the store by now.
 
     Attributes:
         url: for messages; "" for a run without one.
-        snapshots: those at the URL.
         problem: why none of them can be used, if one was wanted; else "".
     """
 
     url: str = ""
     snapshots: Sequence[Snapshot] = ()
     problem: str = ""
-
-
-NOTHING = Pulled()
 
 
 def name_directory(step: int, name: str | None) -> str:
@@ -197,12 +189,16 @@ class Store:
         run_dir: the run's directory. Nothing is created in it before the first `write`.
         named: the same as the user gave it, for messages.
         judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
+
+    Attributes:
+        remote: the snapshots at the run's URL.
     """
 
     def __init__(
         self, run_dir: Path, named: Path | None = None, judge: Callable[[Snapshot], str] = lambda snapshot: ""
     ) -> None:
         self.judge = judge
+        self.remote = Remote()
         self.path = Path(run_dir) / SNAPSHOTS
         self._named = Path(named or run_dir) / SNAPSHOTS
         self._problems: dict[Path, str] = {}  # of snapshots whose manifests and sizes show none
@@ -229,7 +225,6 @@ class Store:
         which: int | str,
         *,
         warn: Callable[[str], None] = warnings.warn,
-        pulled: Pulled = NOTHING,
         checks_parts: bool = True,
     ) -> Snapshot | None:
         """Find the snapshot to read, and check every byte of it.
@@ -238,7 +233,6 @@ class Store:
             which: "latest", a number of completed steps, or a name.
             warn: called with a message for each damaged snapshot for which an older one is tried. The error names the
                 last one.
-            pulled: what was found at the run's URL.
             checks_parts: False to leave a divided snapshot to the caller, who checks it and may `refuse` it.
 
         Returns:
@@ -259,31 +253,23 @@ class Store:
                 return snapshot
             self._problems[snapshot.path] = problem
             problem = f"{snapshot.path.relative_to(self.path.parent)}: {problem}"
-        problem = problem or pulled.problem
-        where = pulled.url or str(self._named)
+        problem = problem or self.remote.problem
+        where = self.remote.url or str(self._named)
         if which == "latest":
             if not problem:
                 return None
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
             raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}", code="SS410")
-        raise self._explain_missing(which, [*pulled.snapshots, *self.snapshots()], problem, where)
+        sound = [each for each in (*self.remote.snapshots, *self.snapshots()) if each.problem is None]
+        others = ", ".join(dict.fromkeys(each.name or f"step {each.step}" for each in sound)) or "no other"
+        what = f"of step {which}" if isinstance(which, int) else f"named {which}"
+        fault = f"the snapshot {what} cannot be used ({problem})" if problem else f"there is no snapshot {what}"
+        raise RunDirectoryError(f"{fault} in {where}: there is {others}", code="SS410" if problem else "SS411")
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Return whether this store has another copy's snapshot, undamaged."""
         sound = [each for each in self.snapshots() if each.problem is None and each.is_same(snapshot)]
         return any(find_damage(each.path, each.manifest) is None for each in sound)
-
-    def _explain_missing(
-        self, which: int | str, found: Sequence[Snapshot], problem: str, where: str
-    ) -> RunDirectoryError:
-        """Build the error for a snapshot that is not there, or that has a problem."""
-        sound = [each.name or f"step {each.step}" for each in found if each.problem is None]
-        others = "there is no other" if found else "there are none yet"
-        if sound:
-            others = f"there is {', '.join(dict.fromkeys(sound))}"
-        what = f"of step {which}" if isinstance(which, int) else f"named {which}"
-        fault = f"the snapshot {what} cannot be used ({problem})" if problem else f"there is no snapshot {what}"
-        return RunDirectoryError(f"{fault} in {where}: {others}", code="SS410" if problem else "SS411")
 
     def refuse(self, snapshot: Snapshot, problem: str) -> None:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
@@ -298,36 +284,18 @@ class Store:
         Raises:
             RunDirectoryError: the snapshot has been damaged since.
         """
-        with self._reading(snapshot) as (path, manifest):
-            files = manifest["files"]
-            tensors = {file: files[file] for file in list_tensor_files(files)}
-            with open(path / STATE, "rb", opener=open_regular) as opened:
-                saved = SavedState(json.load(opened), path, tensors)  # noqa: TID251 of any size; `convert` checks it
-            convert(saved.contents, kind)
-            return saved
-
-    def read_digest(self, snapshot: Snapshot) -> str:
-        """Return the digest of the state in a snapshot that `find` returned, see `serialization.digest`.
-
-        The manifest has it, unless the ranks have divided tensors. Then every byte is read, a few at a time.
-
-        Raises:
-            RunDirectoryError: as for `open`.
-        """
-        with self._reading(snapshot) as (_, manifest):
-            return manifest["digest"] or self.open(snapshot).digest()
-
-    @contextmanager
-    def _reading(self, snapshot: Snapshot) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yield the directory of a snapshot, and its manifest. Raises RunDirectoryError, also if the block fails."""
         path = self.path / snapshot.path.name
         manifest, problem = read_manifest(path)
         if problem is not None:
             raise RunDirectoryError(
                 f"the snapshot {self._named / path.name} can no longer be used: {problem}", code="SS410"
             )
+        files = manifest["files"]
         try:
-            yield path, manifest
+            with open(path / STATE, "rb", opener=open_regular) as opened:
+                structure = json.load(opened)  # noqa: TID251 of any size; `convert` checks it
+            saved = SavedState(structure, path, {file: files[file] for file in list_tensor_files(files)})
+            convert(saved.contents, kind)
         except OSError:
             raise
         except Exception as error:  # the checksums are right, but samestep did not write this content
@@ -335,6 +303,14 @@ class Store:
             raise RunDirectoryError(
                 f"the snapshot {self._named / path.name} holds no state that can be read ({why})", code="SS410"
             ) from None
+        return saved
+
+    def read_digest(self, snapshot: Snapshot) -> str:
+        """Return the digest of the state in a snapshot that `find` returned, see `serialization.digest`.
+
+        The manifest has it, unless the ranks have divided tensors. Then every byte is read. Errors as for `open`.
+        """
+        return snapshot.manifest["digest"] or self.open(snapshot).digest()
 
     # --- write ------------------------------------------------------------------------------------------------
 
@@ -412,7 +388,7 @@ class Store:
             shutil.rmtree(self.inbox)
             return problem
         _write_json(self.inbox / MANIFEST, seal(snapshot.manifest))
-        self._put(self.inbox, self.path / snapshot.label)
+        self._put(self.inbox, self.path / snapshot.path.name)
         return ""
 
     def prune(self, keep: int) -> None:
@@ -472,13 +448,13 @@ def _check_parts(structure: Any, parts: Sequence[Pieces]) -> str | None:
         InvalidValue: they are not.
     """
     pieces = [piece for part in parts for piece in part if piece.name != METADATA]
-    sizes = dict.fromkeys([piece.name for piece in pieces], 0)
+    sizes = Counter[str]()
     for piece in pieces:
         sizes[piece.name] += piece.num_bytes
     for name, wanted in list_tensors(structure).items():
-        if sizes.get(name) != wanted:
+        if sizes[name] != wanted:
             raise InvalidValue(
-                f"the ranks have not written all of the state: {name} has {sizes.get(name, 0)} of {wanted} bytes: make "
+                f"the ranks have not written all of the state: {name} has {sizes[name]} of {wanted} bytes: make "
                 "the objects for run.prepare the same on all ranks",
                 code="SS504",
             )

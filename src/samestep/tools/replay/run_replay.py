@@ -121,7 +121,7 @@ def _copy_run(directory: Path, run_dir: Path, snapshot: Snapshot | None) -> None
         copy_file(directory / name, run_dir / name)
     if snapshot is None:
         return
-    target = run_dir / SNAPSHOTS / snapshot.label
+    target = run_dir / SNAPSHOTS / snapshot.path.name
     target.mkdir(parents=True)
     for name in (*snapshot.manifest["files"], MANIFEST):
         copy_file(snapshot.path / name, target / name, may_link=True)
@@ -177,7 +177,7 @@ def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
         if not problem:
             say(f"replaying steps {snapshot.step} to {step} from the snapshot of step {snapshot.step}")
             return snapshot
-        say(f"skipping the snapshot {snapshot.label}, which is damaged: {problem}")
+        say(f"skipping the snapshot {snapshot.path.name}, which is damaged: {problem}")
     older = min((each.step for each in snapshots if each.problem is None), default=None)
     why = "" if older is None else f", because the oldest undamaged snapshot is that of step {older}"
     say(f"replaying steps 0 to {step} from the beginning{why}")
