@@ -201,7 +201,7 @@ def test_from_the_node_with_the_file_to_the_run(tmp_path: Path) -> None:
 
     location = Location.__new__(Location)
     location.is_replicated = True
-    location._group, location._writers = Group(0, 1, torch.device("cpu")), [0]
+    location.group, location._writers = Group(0, 1, torch.device("cpu")), [0]
     with pytest.raises(RunDirectoryError, match=r"^on \S+: the run directory s3://x cannot be reached") as caught:
         location.once(fail)
     assert caught.value.code == "SS416"

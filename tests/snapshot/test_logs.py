@@ -37,7 +37,7 @@ ROW = st.dictionaries(st.text(), VALUES, max_size=4)
 
 @contextmanager
 def opened(path: Path) -> Iterator[AppendLog]:
-    metrics = AppendLog(path, flush_s=1.0)
+    metrics = AppendLog(path, pytest.fail, flush_s=1.0)
     try:
         yield metrics
     finally:
@@ -162,7 +162,10 @@ def complete(kept: KeptLogs, directory: Path, metrics: bytes, ledger: bytes, ste
     rows_path, ledger_path = directory / "metrics.jsonl", directory / "ledger.bin"
     rows_path.write_bytes(metrics)
     ledger_path.write_bytes(ledger)
-    logs = AppendLog(rows_path, flush_s=1), AppendLog(ledger_path, flush_s=1, record_bytes=RECORD.size)
+    logs = (
+        AppendLog(rows_path, pytest.fail, flush_s=1),
+        AppendLog(ledger_path, pytest.fail, flush_s=1, record_bytes=RECORD.size),
+    )
     kept.complete(*logs, steps_done)
     for log in logs:
         log.append(b"more\n")

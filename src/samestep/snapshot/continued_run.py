@@ -62,7 +62,7 @@ def continue_run(
         saved = store.open(snapshot, SavedRun)
         if continues is None:
             before = read_run(path, run)
-            directory.adopt(_build_record(store, snapshot, saved.contents["position"], before, identity, run))
+            directory.write_record(_build_record(store, snapshot, saved.contents["position"], before, identity, run))
             changed = describe_changes(before["numbers"], directory.record["numbers"])
             say(f"continues {run} from step {snapshot.step}" + (f" with {changed}" if changed else ""))
         _copy(path, snapshot, saved, directory)

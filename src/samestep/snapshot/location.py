@@ -120,6 +120,7 @@ class Location:
         keeps: whether ranks that do not write keep what they need to take the place of rank 0.
 
     Attributes:
+        group: the ranks.
         path: the run's directory or, of a run at a URL, the working copy; None without one.
         named: the same as the user gave it.
         shown: the directory or the URL, for messages.
@@ -154,7 +155,7 @@ class Location:
         self.is_replicated = len(writers) > 1
         self.is_divided = named is not None and config.shard is not None and group.world_size > 1 and len(writers) == 1
         self.kept = KeptLogs() if keeps and named is not None and group.rank and len(writers) == 1 else None
-        self._group = group
+        self.group = group
         self._say = self.warn = say
         self._config = config
         self._writers = writers
@@ -215,7 +216,7 @@ class Location:
                     raise
                 raise KINDS[name_kind(error)](f"{host.lstrip()}: {error}", code=error.code) from None
 
-        return self._group.each(call, on=self._writers if on is None else on)
+        return self.group.each(call, on=self._writers if on is None else on)
 
     # --- start ------------------------------------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ class Location:
             return max(pulled, directory.record.get("rewinds", []), key=len)
 
         rewinds = max(self._each_directory(check), key=len)
-        checks_parts = self.is_replicated or self._group.world_size == 1
+        checks_parts = self.is_replicated or self.group.world_size == 1
 
         def look(directory: RunDirectory) -> dict[str, Any]:
             store = directory.store
@@ -266,8 +267,8 @@ class Location:
         found = point.snapshot
         if found is None or not found.is_divided:
             return False
-        own = find_damage(found.path, found.manifest, self._group.rank, self._group.world_size)
-        problem = next((each for each in self._group.gather(own) if each), None)
+        own = find_damage(found.path, found.manifest, self.group.rank, self.group.world_size)
+        problem = next((each for each in self.group.gather(own) if each), None)
         if problem is not None:
             self._each_directory(lambda directory: directory.store.refuse(found, problem))
         return problem is not None
@@ -300,7 +301,7 @@ class Location:
 
         start, num_bytes = self._each_directory(begin_one)[0]
         self.logs = self.path / LOGS / str(start)
-        start_log(self.logs / f"{self._group.number}.log")
+        start_log(self.logs / f"{self.group.number}.log")
         if self.kept is not None and not point.is_beginning:
             self.kept.resume(num_bytes)
 
@@ -328,7 +329,7 @@ class Location:
             except OSError as error:
                 problem = error
         if self.is_divided:
-            places = self._group.broadcast(places)
+            places = self.group.broadcast(places)
         if self._copies is not None:  # last, because a full disk of this rank must not let the others wait
             self._copies.share(self.directory)
         if problem is not None:
@@ -344,7 +345,7 @@ class Location:
         if self.path is None:
             return []
         store = Store(self.path)
-        rank = self._group.rank if self.is_divided else 0
+        rank = self.group.rank if self.is_divided else 0
         return [store.prepare(place, tensors, rank) for place in order.places]
 
     def commit(self, order: SnapshotOrder, parts: Sequence[Pieces]) -> None:
@@ -360,7 +361,7 @@ class Location:
         if self.directory is None or not order.places:  # or this rank has taken the run over since
             return
         self.directory.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
-        num_parts = self._group.world_size if self.is_divided else 1
+        num_parts = self.group.world_size if self.is_divided else 1
         for name, place, own in zip(order.names, order.places, parts, strict=True):
             self.directory.store.commit(
                 place, own, order.structure, step=order.step, name=name, meta=order.meta, num_parts=num_parts

@@ -32,24 +32,23 @@ class AppendLog:
     later.
 
     Args:
+        warn: prints a message, once.
         flush_s: the longest time for which records are buffered, as long as more are appended.
         record_bytes: size of a record; 0 for lines.
-
-    Attributes:
-        problem: why the last attempt to write failed; "" if it succeeded.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, flush_s: float, record_bytes: int = 0) -> None:
+    def __init__(self, path: Path, warn: Callable[[str], None], *, flush_s: float, record_bytes: int = 0) -> None:
         is_new = not path.exists()
         self._file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._warn = warn
+        self._has_warned = False
         self._flush_s = flush_s
         self._record_bytes = record_bytes
         self._pending = bytearray()
         self._flushed_at = monotonic()
-        self.problem = ""
         self.path = path
         self._size = os.fstat(self._file).st_size
         if is_new:
@@ -63,7 +62,12 @@ class AppendLog:
                 self.flush()
             except OSError as error:
                 self._flushed_at = monotonic()
-                self.problem = str(error.strerror)
+                if not self._has_warned:
+                    self._has_warned = True
+                    self._warn(
+                        f"{self.path} cannot be written ({error.strerror}): its new entries are kept in memory until "
+                        "it can be written, and the run continues"
+                    )
 
     def flush(self) -> int:
         """Write all pending records to the file, without waiting for the disk. Return its size in bytes.
@@ -77,7 +81,6 @@ class AppendLog:
             self._size += num_written
             del self._pending[:num_written]
         self._flushed_at = monotonic()
-        self.problem = ""
         return self._size
 
     def sync(self) -> None:

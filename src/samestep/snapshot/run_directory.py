@@ -7,7 +7,7 @@ directory change its attributes.
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -81,7 +81,6 @@ class RunDirectory(StepRecords):
         self._is_begun = False
         self._lost_steps = 0
         self._start: int | None = None  # number of this start, once its logs have begun
-        self._warned: set[str] = set()  # logs that could not be written
         self.record: dict[str, Any] = {}
         try:
             self.path = named.absolute()  # the script may change the working directory
@@ -130,15 +129,8 @@ class RunDirectory(StepRecords):
                 code="SS405",
             )
 
-    def adopt(self, record: Mapping[str, Any]) -> None:
-        """Begin with the record of another run, which this one continues. Raises OSError."""
-        self._replace_record({**record})
-
-    def write_loops(self, loops: Sequence[Mapping[str, Any]]) -> None:
-        """Record the run's loops after the first one, whose numbers are the run's."""
-        self._replace_record({**self.record, "loops": [*loops]})
-
-    def _replace_record(self, record: dict[str, Any]) -> None:
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Replace `run.json`. Raises OSError."""
         replace_file(self.path / RECORD, json.dumps(record, indent=2, allow_nan=False).encode(), sync=True)
         self.record = record
 
@@ -220,7 +212,7 @@ class RunDirectory(StepRecords):
             The size of the rows that earlier starts have written.
         """
         record, warnings = build_record(self.record, options, step=point.step, rewinds=point.rewinds)
-        self._replace_record(record)
+        self.write_record(record)
         num_bytes = self._take_back(point)
         for warning in warnings:
             self._warn(warning)
@@ -261,8 +253,8 @@ class RunDirectory(StepRecords):
         return num_bytes
 
     def _open_logs(self) -> tuple[AppendLog, AppendLog]:
-        metrics = AppendLog(self.path / METRICS, flush_s=METRICS_FLUSH_S)
-        ledger = AppendLog(self.path / LEDGER, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
+        metrics = AppendLog(self.path / METRICS, self._warn, flush_s=METRICS_FLUSH_S)
+        ledger = AppendLog(self.path / LEDGER, self._warn, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
         self._logs = metrics, ledger
         return self._logs
 
@@ -370,7 +362,7 @@ class RunDirectory(StepRecords):
         if self._logs is None:
             self._early_rows.append(row)
         else:
-            self._append(METRICS, self._logs[0], format_row(row))
+            self._logs[0].append(format_row(row))
 
     def write_rows(self, rows: bytes = b"") -> None:
         """Add rows from another copy of the file as they are, and write all pending rows.
@@ -384,17 +376,7 @@ class RunDirectory(StepRecords):
             metrics.flush()
 
     def _record(self, entry: Entry) -> None:
-        _, ledger = self._get_logs()
-        self._append(LEDGER, ledger, entry.pack())
-
-    def _append(self, name: str, log: AppendLog, record: bytes) -> None:
-        log.append(record)
-        if log.problem and name not in self._warned:
-            self._warned.add(name)
-            self._warn(
-                f"{self.named / name} cannot be written ({log.problem}): its new entries are kept in memory until it "
-                "can be written, and the run continues"
-            )
+        self._get_logs()[1].append(entry.pack())
 
     def find_lost(self) -> str:
         """Return a message about rows and records that cannot be written; "" if all are in their files."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.config import RunConfig
+from samestep.config import Interval
 from samestep.console import warn
 from samestep.engine.control import Saving
 from samestep.errors import Error, InvalidValue, NotHealed
@@ -172,9 +172,8 @@ class Snapshotter:
     """Schedules and writes the snapshots of a run. In a run without a directory, it takes none.
 
     Args:
-        config: `snapshot_every`.
+        every: as `snapshot_every` of `RunConfig`.
         location: the location of the run.
-        count_ranks: returns the number of ranks.
         say: prints a message on rank 0.
         gather: as `Group.gather`.
 
@@ -184,20 +183,18 @@ class Snapshotter:
 
     def __init__(
         self,
-        config: RunConfig,
+        every: Interval | None,
         location: Location,
-        count_ranks: Callable[[], int],
         say: Callable[[str], None],
         gather: Callable[[Any], list[Any]],
     ) -> None:
-        self._config = config
+        self._every = every
         self._location = location
-        self._count_ranks = count_ranks
         self._gather = gather
         self._say = say
         self.saved_step: int | None = None
         self._unsaved = (-1, "")  # step and reason, if the last snapshot could not be written
-        self._is_wanted = self._is_ending = False
+        self._is_wanted = False
         self._names_due: list[str] = []
         self._asked: list[str] = []
         self._watch: Watch | None = None
@@ -205,8 +202,9 @@ class Snapshotter:
         self._staging = Staging()
         self._saved_s = time.monotonic()
         self._writer: Writer | None = None  # of the snapshots that are being written
-        # The last two calls of `save`: before rank 0 begins to write the next ones, others may be past that.
-        self._recent: deque[tuple[int, Sequence[str | None]]] = deque(maxlen=2)
+        # The last two calls of `save`, without tensors: before rank 0 begins to write the next ones, others may be past
+        # that.
+        self._recent: deque[SnapshotOrder] = deque(maxlen=2)
         if location.directory is not None:
             location.directory.call_before_close(self._wait_alone)
 
@@ -226,14 +224,12 @@ class Snapshotter:
             return
         directory.call_before_close(self._wait_alone)
         written = {each.name: each.step for each in directory.store.snapshots() if each.problem is None}
-        for step, names in self._recent:
-            for name in names:
-                if name is not None and written.get(name, -1) < step:
-                    raise NotHealed(f"the snapshot {name} of step {step} is lost with the rank that was writing it")
-        if written.get(None) != self.saved_step:
-            if self._is_ending and self.saved_step is not None:
-                raise NotHealed(f"the snapshot of step {self.saved_step} is lost with the rank that was writing it")
-            self.saved_step = None
+        for order in self._recent:
+            for name in order.names:
+                if written.get(name, -1) < order.step and (name is not None or order.is_last):
+                    which = f"of step {order.step}" if name is None else f"{name} of step {order.step}"
+                    raise NotHealed(f"the snapshot {which} is lost with the rank that was writing it")
+        self.saved_step = written.get(None)
 
     # --- when -------------------------------------------------------------------------------------------------
 
@@ -266,12 +262,9 @@ class Snapshotter:
 
     def is_time(self) -> bool:
         """Return whether a snapshot is due by this rank's clock. Rank 0 announces it in the next exchange."""
-        every = self._config.snapshot_every
-        return (
-            self._location.directory is not None
-            and every is not None
-            and every.has_passed(time.monotonic() - self._saved_s)
-        )
+        if self._location.directory is None or self._every is None:
+            return False
+        return self._every.has_passed(time.monotonic() - self._saved_s)
 
     def want(self) -> None:
         """Make a numbered snapshot due after this step, or as soon as the run can resume from the position."""
@@ -294,7 +287,7 @@ class Snapshotter:
         self._collect()
         names: list[str | None] = [*self._names_due]
         self._names_due = []
-        every = self._config.snapshot_every
+        every = self._every
         is_new = numbered and self.saved_step != step
         if is_new and every is not None and (ending or self._is_wanted or every.is_due(step, epochs_done)):
             names.append(None)  # last: a script that resumes from it would not request the named ones again
@@ -309,28 +302,27 @@ class Snapshotter:
         Raises:
             Error: the state is not finite, or not the same on all ranks, or another process has taken the run over.
         """
-        self._is_ending = ending
         if None in names:
             self.saved_step = step
             self._saved_s = time.monotonic()
             self._is_wanted = False
-        self._recent.append((step, names))
-        self._begin(state, step, names)
+        order = SnapshotOrder(step, names, is_last=ending)
+        self._recent.append(order)
+        self._begin(state, self._complete(order, state))
         if ending:
             try:
                 self.wait_until_written()
             finally:
                 self._wait_alone()  # after an exception, the script may change the tensors that are being written
 
-    def _begin(self, state: TrainingState, step: int, names: Sequence[str | None]) -> None:
+    def _begin(self, state: TrainingState, order: SnapshotOrder) -> None:
         """Begin to copy and write a state."""
-        order = self._build_order(state, step, names)
-        inspection = Inspection(state, step)
+        inspection = Inspection(state, order.step)
         targets: dict[str, Tensor] = {}
         # No step follows the last snapshot, so it needs no copy. Without memory for one, the next step waits. (Of a
         # lack of memory, torch raises a RuntimeError.)
         with suppress(MemoryError, RuntimeError):
-            if not self._is_ending:
+            if not order.is_last:
                 targets = self._staging.take(order.tensors)
         places = {locate(tensor) for tensor in order.tensors.values()}
         others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
@@ -340,16 +332,15 @@ class Snapshotter:
         if order.tensors and not targets:
             self._writer.prepared.wait()
 
-    def _build_order(self, state: TrainingState, step: int, names: Sequence[str | None]) -> SnapshotOrder:
-        """Encode what this rank stores of a state. The order has no names if this rank fails, or rank 0 has failed."""
-        order = SnapshotOrder(step, names, is_last=self._is_ending)
+    def _complete(self, order: SnapshotOrder, state: TrainingState) -> SnapshotOrder:
+        """Add what this rank stores of a state to an order. It gets no names if this rank or rank 0 fails."""
         directory = self._location.directory
         try:
             if directory is not None:
                 contents = state.build()
                 structure, tensors = encode(contents, state.is_mine)
                 epoch = contents["position"]["epoch"]
-                meta = directory.mark(epoch=epoch, world_size=self._count_ranks(), notes=state.notes)
+                meta = directory.mark(epoch=epoch, world_size=self._location.group.world_size, notes=state.notes)
                 order = replace(order, structure=structure, tensors=tensors, meta=meta)
             elif self._location.is_divided:
                 _, tensors = encode({"objects": state.build()["objects"]}, state.is_mine)
@@ -361,7 +352,7 @@ class Snapshotter:
             return self._location.align(order, state)
         except OSError as error:
             self._report(order, error)
-            return SnapshotOrder(step, is_last=self._is_ending)
+            return SnapshotOrder(order.step, is_last=order.is_last)
 
     # --- write ------------------------------------------------------------------------------------------------
 
@@ -435,13 +426,13 @@ class Snapshotter:
 
     def _take_again(self) -> None:
         """Make the pending snapshots due again after this step, on all ranks."""
-        step, names = self._recent.pop()
-        self._names_due = [*(name for name in names if name is not None), *self._names_due]
-        if None in names:
+        order = self._recent.pop()
+        self._names_due = [*(name for name in order.names if name is not None), *self._names_due]
+        if None in order.names:
             self.saved_step = None
             self._is_wanted = True
         late = (
-            f"the snapshot of step {step} is taken one step later: the model or an optimizer was changed between "
+            f"the snapshot of step {order.step} is taken one step later: the model or an optimizer was changed between "
             "that step and the next update; from now on, what was changed is copied before the step continues"
         )
         warn(self._say, late, start="the snapshot of step")
@@ -464,7 +455,7 @@ class Snapshotter:
         directory = self._location.directory
         if order.names and directory is not None:
             self._unsaved = order.step, directory.explain_failure(order.step, error)
-            self._location.warn(self._unsaved[1] + ("" if self._is_ending else ", and the run continues"))
+            self._location.warn(self._unsaved[1] + ("" if order.is_last else ", and the run continues"))
 
     # --- end --------------------------------------------------------------------------------------------------
 

@@ -214,13 +214,8 @@ class Run:
         context = self._context
         state = self._state
         group = context.group
-        snapshotter = Snapshotter(
-            context.config,
-            context.location,
-            lambda: group.world_size,
-            context.say,
-            partial(calls.gather_after_step, group),
-        )
+        gather = partial(calls.gather_after_step, group)
+        snapshotter = Snapshotter(context.config.snapshot_every, context.location, context.say, gather)
         signals = StopSignals(context.environment, context.say, is_on=self.dir is not None)
         watchdog = Watchdog(context, state)
         return Services(

@@ -287,7 +287,7 @@ class RunState:
         elif loop.number:
             loops = [*loops, numbers]
         if loops != recorded:
-            directory.write_loops(loops)
+            directory.write_record({**directory.record, "loops": [*loops]})
 
     def leave_loop(self) -> None:
         """No further step of the loop begins."""
