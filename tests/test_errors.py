@@ -4,7 +4,6 @@ every way in which an error travels.
 
 import ast
 import copy
-import json
 import pickle
 import re
 import sys
@@ -29,7 +28,7 @@ from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryErr
 from samestep.launch.failure import MAX_REASON, read_failure, write_failure
 from samestep.snapshot.location import Location
 from samestep.snapshot.mirror import Unreachable
-from samestep.snapshot.resume_point import Holding, choose
+from samestep.snapshot.resume_point import CopyContent, choose
 from samestep.world.group import Group
 
 ROOT = Path(__file__).parents[1]
@@ -189,9 +188,9 @@ def test_errors_of_the_system(error: OSError | ModuleNotFoundError, code: str) -
 
 
 def test_from_a_copy_of_the_run_to_the_rank_that_decides() -> None:
-    held = Holding(None, "no snapshot can be used", 4, 4, code="SS410")
+    content = CopyContent(None, RunDirectoryError("no snapshot can be used", code="SS410"), 4, 4)
     with pytest.raises(RunDirectoryError, match="no snapshot can be used") as caught:
-        choose([Holding.from_plain(json.loads(json.dumps(held.to_plain())))], [])
+        choose([pickle.loads(pickle.dumps(content))], [])
     assert caught.value.code == "SS410"
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MAX_BYTES = 64 << 20  # of a file that is parsed whole
-PIECE_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 
 def open_regular(path: "os.PathLike[str] | str", flags: int) -> int:
@@ -45,9 +45,9 @@ def read_bytes(path: Path, most: int = MAX_BYTES, *, is_given: bool = False) -> 
     """
     with open(path, "rb", opener=None if is_given else open_regular) as file:
         data = bytearray()
-        # In pieces, because /proc/sys allocates as much memory as a read requests.
-        while len(data) <= most and (piece := file.read(PIECE_BYTES)):
-            data += piece
+        # In chunks, because /proc/sys allocates as much memory as a read requests.
+        while len(data) <= most and (chunk := file.read(CHUNK_BYTES)):
+            data += chunk
     if len(data) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
     return bytes(data)

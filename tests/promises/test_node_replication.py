@@ -37,13 +37,13 @@ def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], argume
     node, local_rank = divmod(int(os.environ["RANK"]), num_ranks)
     os.chdir(disks[node])
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(num_ranks))
-    copies.PIECE_BYTES = 1000  # otherwise one piece holds a whole snapshot
+    copies.CHUNK_BYTES = 1000  # otherwise one chunk is a whole snapshot
     if arguments.pop("full_node", None) == node:
 
         def fail(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        copies._append_piece = fail
+        copies._append_chunk = fail
     train("run", fault, **arguments)
 
 

@@ -87,12 +87,12 @@ def train_on_full_disk(run_dir: Path, rank: int, step: int) -> None:
     prepare = Store.prepare
     is_full = True
 
-    def prepare_or_fail(store: Store, place: str, tensors: Any, own: int) -> Any:
+    def prepare_or_fail(store: Store, draft: str, tensors: Any, own: int) -> Any:
         nonlocal is_full
-        if is_full and own == rank and f"step-{step:08d}" in place:
+        if is_full and own == rank and f"step-{step:08d}" in draft:
             is_full = False
             raise OSError(errno.ENOSPC, "No space left on device")
-        return prepare(store, place, tensors, own)
+        return prepare(store, draft, tensors, own)
 
     Store.prepare = prepare_or_fail  # type: ignore[method-assign]
     tiny_run(run_dir, num_steps=8, snapshot_every=2, keep_last=9, model=lambda: torch.nn.Linear(4, 1))

@@ -27,23 +27,23 @@ def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
 def write_divided(store: Store, mark: float, step: int, num_ranks: int = 3, num_values: int = 1000) -> Path:
     """Write a snapshot of which each rank writes its rows of the tensors, one rank after the other."""
     structure, tensors = encode(make_state(mark, num_values))
-    place = store.begin(step, None)
+    draft = store.begin(step, None)
     parts = []
     for rank in range(num_ranks):
         try:
-            parts.append(store.prepare(place, take_rows(tensors, rank, num_ranks), rank))
+            parts.append(store.prepare(draft, take_rows(tensors, rank, num_ranks), rank))
         except OSError as error:
-            store.abort(place)
+            store.abort(draft)
             raise OSError(f"{name_part(rank)} cannot be written: {error}") from error
     meta = {"mark": mark}
-    return store.commit(place, parts[0], structure, step=step, name=None, meta=meta, num_parts=num_ranks)
+    return store.commit(draft, parts[0], structure, step=step, name=None, meta=meta, num_parts=num_ranks)
 
 
 def decode(structure: Any, tensors: Mapping[str, torch.Tensor], directory: Path) -> Any:
     """Decode a state, with its tensors from a file in the directory."""
     with open(directory / "tensors.safetensors", "wb") as file:
-        pieces = write_tensors(file, tensors)
-    saved = SavedState(structure, directory, {"tensors.safetensors": pieces})
+        extents = write_tensors(file, tensors)
+    saved = SavedState(structure, directory, {"tensors.safetensors": extents})
     return saved.fill(saved.contents)
 
 

@@ -37,7 +37,7 @@ def make_tensors() -> dict[str, Tensor]:
 def begin(tensors: dict[str, Tensor], staging: Staging | None = None) -> tuple[Copy, dict[str, Tensor]]:
     targets = (staging or Staging()).take(tensors)
     stable = {locate(tensor) for tensor in tensors.values()}
-    return Copy(tensors, targets, stable=stable, look=lambda place, tensor: None), targets
+    return Copy(tensors, targets, stable=stable, look=lambda address, tensor: None), targets
 
 
 def test_what_is_copied() -> None:
@@ -121,18 +121,11 @@ class Gpus(threading.local):
         return self.streams.get(place, self.default[place])
 
     @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        before, self.place = self.place, device.index
-        yield
-        self.place = before
-
-    @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        with self.device(stream.device):
-            before = self.current_stream()
-            self.streams[self.place] = stream
-            yield
-            self.streams[self.place] = before
+        before = self.place, self.streams
+        self.place, self.streams = stream.device.index, {stream.device.index: stream}
+        yield
+        self.place, self.streams = before
 
 
 class OnGpu(Tensor):
@@ -153,7 +146,7 @@ class OnGpu(Tensor):
 def test_a_thread_waits_for_the_copies_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins on cuda:0, whose streams have nothing of a tensor on cuda:1."""
     gpus = Gpus(tuple(Stream(torch.device("cuda", place)) for place in range(2)))
-    for name in ("Stream", "current_stream", "device", "stream"):
+    for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
     monkeypatch.setattr(async_copy, "Watch", lambda tensors: SimpleNamespace(find_changed=list))
     gpus.place = 1  # as after torch.cuda.set_device in the main thread
@@ -165,7 +158,7 @@ def test_a_thread_waits_for_the_copies_on_each_device(monkeypatch: pytest.Monkey
     targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     stable = {locate(tensor) for tensor in tensors.values()}
     seen: dict[int, list[Tensor]] = defaultdict(list)
-    copy = Copy(tensors, targets, stable=stable, look=lambda place, tensor: seen[place].append(tensor.clone()))
+    copy = Copy(tensors, targets, stable=stable, look=lambda address, tensor: seen[address].append(tensor.clone()))
     thread = threading.Thread(target=copy.run)
     thread.start()
     thread.join()

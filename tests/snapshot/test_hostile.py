@@ -391,10 +391,10 @@ def use(run: Path) -> None:
         directory.enter(lambda: Entry(0, 0, 8, 1))
         directory.store.make_inbox()
         meta = directory.mark(epoch=0, world_size=1, notes={})
-        place = directory.store.begin(4, None)
-        own = directory.store.prepare(place, {})
+        draft = directory.store.begin(4, None)
+        own = directory.store.prepare(draft, {})
         directory.sync()
-        directory.store.commit(place, own, {}, step=4, name=None, meta=meta)
+        directory.store.commit(draft, own, {}, step=4, name=None, meta=meta)
         directory.prune(1)
         directory.write_status("done", "", {"steps": 1})
     finally:

@@ -49,9 +49,9 @@ def test_each_rank_writes_a_file(store: Store) -> None:
 
 def test_a_digest_of_whole_tensors_is_in_the_manifest(store: Store) -> None:
     structure, tensors = encode({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
-    place = store.begin(1, None)
-    store.prepare(place, {"objects/b": tensors.pop("objects/b")}, 1)
-    store.commit(place, store.prepare(place, tensors), structure, step=1, name=None, meta={}, num_parts=2)
+    draft = store.begin(1, None)
+    store.prepare(draft, {"objects/b": tensors.pop("objects/b")}, 1)
+    store.commit(draft, store.prepare(draft, tensors), structure, step=1, name=None, meta={}, num_parts=2)
     assert find(store).manifest["digest"] == digest({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
 
 
@@ -61,9 +61,9 @@ def test_any_rows_are_read(num_rows: int, num_ranks: int, data: st.DataObject, t
     tensor = torch.arange(num_rows * 3, dtype=torch.float64).view(num_rows, 3)
     store = Store(tmp_path_factory.mktemp("rows"))
     structure, tensors = encode({"objects": tensor})
-    place = store.begin(1, None)
-    parts = [store.prepare(place, take_rows(tensors, rank, num_ranks), rank) for rank in range(num_ranks)]
-    store.commit(place, parts[0], structure, step=1, name=None, meta={}, num_parts=num_ranks)
+    draft = store.begin(1, None)
+    parts = [store.prepare(draft, take_rows(tensors, rank, num_ranks), rank) for rank in range(num_ranks)]
+    store.commit(draft, parts[0], structure, step=1, name=None, meta={}, num_parts=num_ranks)
     first = data.draw(st.integers(0, num_rows))
     count = data.draw(st.integers(0, num_rows - first))
     saved = store.open(find(store))
@@ -125,23 +125,23 @@ def test_the_ranks_together_check_every_byte(num_ranks: int, place: float, file:
 def test_a_part_that_is_missing(missing: int, store: Store) -> None:
     write_divided(store, 1, step=1)
     structure, tensors = encode(make_state(2))
-    place = store.begin(2, None)
-    parts = [store.prepare(place, take_rows(tensors, rank, 3), rank) for rank in {0, 1, 2} - {missing}]
+    draft = store.begin(2, None)
+    parts = [store.prepare(draft, take_rows(tensors, rank, 3), rank) for rank in {0, 1, 2} - {missing}]
     with pytest.raises(FileNotFoundError, match=f"receipt-0000{missing}"):
-        store.commit(place, parts[0], structure, step=2, name=None, meta={}, num_parts=3)
+        store.commit(draft, parts[0], structure, step=2, name=None, meta={}, num_parts=3)
     assert find(store).step == 1
-    store.abort(place)
+    store.abort(draft)
     assert os.listdir(store.path) == ["step-00000001"]
 
 
 def test_a_part_that_lacks_rows(store: Store) -> None:
     """Such as when the ranks have built different models."""
     structure, tensors = encode(make_state(2))
-    place = store.begin(2, None)
-    store.prepare(place, take_rows(tensors, 2, 3), 1)
-    own = store.prepare(place, take_rows(tensors, 0, 3))
+    draft = store.begin(2, None)
+    store.prepare(draft, take_rows(tensors, 2, 3), 1)
+    own = store.prepare(draft, take_rows(tensors, 0, 3))
     with pytest.raises(
         InvalidValue, match=r"not written all of the state: objects/model/weight has 2664 of 4000 bytes"
     ):
-        store.commit(place, own, structure, step=2, name=None, meta={}, num_parts=2)
+        store.commit(draft, own, structure, step=2, name=None, meta={}, num_parts=2)
     assert store.snapshots() == []

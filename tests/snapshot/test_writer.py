@@ -10,24 +10,24 @@ from torch import Tensor
 from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, locate
 from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
 from samestep.snapshot.location import Location
-from samestep.snapshot.manifest import Pieces
+from samestep.snapshot.manifest import Extents
 from samestep.snapshot.snapshotter import Event, Stage, Writer, advance
 
 NUM_LARGE = LARGE_BYTES // 4
 
 
-class Place(Location):
+class Noted(Location):
     """Where a snapshot is written. It notes what is called."""
 
     def __init__(self, *, is_divided: bool = False) -> None:
         self.is_divided = is_divided
         self.calls: list[str] = []
 
-    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Pieces]:
+    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Extents]:
         self._note("prepare")
         return []
 
-    def commit(self, order: SnapshotOrder, parts: Sequence[Pieces]) -> None:
+    def commit(self, order: SnapshotOrder, parts: Sequence[Extents]) -> None:
         self._note("commit")
 
     def abort(self, order: SnapshotOrder) -> None:
@@ -37,14 +37,14 @@ class Place(Location):
         self.calls.append(what)
 
 
-def begin(place: Place, copy: Copy | None = None) -> Writer:
+def begin(location: Noted, copy: Copy | None = None) -> Writer:
     inspection = Inspection(TrainingState(dict, {}, [], [], [], None), step=1)
-    return Writer(copy or make_copy(torch.randn(NUM_LARGE)), place, SnapshotOrder(1), {}, inspection)
+    return Writer(copy or make_copy(torch.randn(NUM_LARGE)), location, SnapshotOrder(1), {}, inspection)
 
 
 def make_copy(tensor: Tensor) -> Copy:
     tensors = {"large": tensor}
-    return Copy(tensors, Staging().take(tensors), stable={locate(tensor)}, look=lambda place, tensor: None)
+    return Copy(tensors, Staging().take(tensors), stable={locate(tensor)}, look=lambda address, tensor: None)
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
@@ -65,32 +65,32 @@ def test_all_sequences_of_events(is_divided: bool) -> None:
 
 
 def test_a_rank_alone_completes_no_divided_one() -> None:
-    place = Place(is_divided=True)
-    writer = begin(place)
+    location = Noted(is_divided=True)
+    writer = begin(location)
     writer.handle(Event.SOUND)
     writer.wait_until_written()
-    assert (writer.stage, place.calls) == (Stage.ABORTED, ["prepare", "abort"])
+    assert (writer.stage, location.calls) == (Stage.ABORTED, ["prepare", "abort"])
 
 
 def test_a_rank_alone_refuses_what_is_torn() -> None:
-    place = Place()
+    location = Noted()
     large = torch.randn(NUM_LARGE)
     copy = make_copy(large)
     large.add_(1)
-    writer = begin(place, copy)
+    writer = begin(location, copy)
     writer.wait_until_written()
-    assert (writer.stage, place.calls) == (Stage.ABORTED, ["prepare", "abort"])
+    assert (writer.stage, location.calls) == (Stage.ABORTED, ["prepare", "abort"])
 
 
 def test_errors_are_kept() -> None:
-    def look(place: int, tensor: Tensor) -> None:
+    def look(address: int, tensor: Tensor) -> None:
         raise ValueError("a look")
 
     large = torch.randn(NUM_LARGE)
     copy = Copy({"large": large}, {}, stable={locate(large)}, look=look)
-    place = Place()
-    writer = begin(place, copy)
+    location = Noted()
+    writer = begin(location, copy)
     writer.wait_until_written()
     assert copy.has_failed
     assert str(writer.failure) == "a look"
-    assert place.calls == ["abort"]
+    assert location.calls == ["abort"]

@@ -14,8 +14,8 @@ def write_snapshot(
 ) -> Path:
     """Write a snapshot of a state, and return its directory."""
     structure, tensors = encode(state)
-    place = store.begin(step, name)
-    return store.commit(place, store.prepare(place, tensors), structure, step=step, name=name, meta=meta)
+    draft = store.begin(step, name)
+    return store.commit(draft, store.prepare(draft, tensors), structure, step=step, name=name, meta=meta)
 
 
 def read_snapshot(store: Store, snapshot: Snapshot, kind: Any = Object) -> dict[str, Any]:

@@ -6,7 +6,7 @@ pass, and must be complete before the next update. All other tensors are copied 
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ class Watch:
         devices = {each.device for each in differences}
         differs: dict[int, bool] = {}
         for device in devices:  # one transfer each
-            places = [i for i, each in enumerate(differences) if each.device == device]
-            differs |= zip(places, torch.stack([differences[i] for i in places]).tolist(), strict=True)
+            indices = [i for i, each in enumerate(differences) if each.device == device]
+            differs |= zip(indices, torch.stack([differences[i] for i in indices]).tolist(), strict=True)
         return [
             tensor for i, (tensor, version, _) in enumerate(self._seen) if differs[i] or read_version(tensor) != version
         ]
@@ -68,15 +68,15 @@ class Staging:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
-    """A tensor, or a part of one.
+class _Slice:
+    """A tensor, or a slice of one.
 
     Attributes:
-        place: the address of the tensor.
+        address: the address of the tensor.
         target: where its copy goes; None if it is not copied.
     """
 
-    place: int
+    address: int
     source: Tensor
     target: Tensor | None
 
@@ -88,7 +88,7 @@ class Copy:
         tensors: by name.
         targets: host memory by name. Tensors without one are not copied, only passed to `look`.
         stable: the addresses (`locate`) of tensors that change only in an update.
-        look: called for each tensor with its address and the tensor or its copy, whole or in consecutive pieces.
+        look: called for each tensor with its address and the tensor or its copy, whole or in consecutive slices.
 
     Attributes:
         torn: the addresses of tensors that were written to before the copy was complete.
@@ -108,24 +108,24 @@ class Copy:
         self._look = look
         self._copied = threading.Event()
         self._streams = {tensor.device: _open_stream(tensor.device) for tensor in tensors.values() if tensor.is_cuda}
-        self._later: list[_Piece] = []
-        at_once: dict[Any, list[_Piece]] = {}  # by device
+        self._later: list[_Slice] = []
+        at_once: dict[Any, list[_Slice]] = {}  # by device
         for name, tensor in tensors.items():
             is_late = locate(tensor) in stable and is_watchable(tensor)
-            pieces = self._later if is_late else at_once.setdefault(tensor.device, [])
-            pieces.append(_Piece(locate(tensor), tensor.detach(), targets.get(name)))
-        self._watch = Watch(piece.source for piece in self._later)
-        for pieces in at_once.values():
-            self._take(pieces)
+            slices = self._later if is_late else at_once.setdefault(tensor.device, [])
+            slices.append(_Slice(locate(tensor), tensor.detach(), targets.get(name)))
+        self._watch = Watch(each.source for each in self._later)
+        for slices in at_once.values():
+            self._take(slices)
 
     def run(self) -> None:
         """Copy the remaining tensors. Call in a background thread."""
         try:
             for whole in self._later:
-                for piece in _split(whole):
+                for each in _split(whole):
                     with at_rest():
                         pass  # a waiting fork happens here
-                    self._take([piece])
+                    self._take([each])
         except BaseException:
             self.has_failed = True
             raise
@@ -139,17 +139,18 @@ class Copy:
             self.torn = [locate(tensor) for tensor in self._watch.find_changed()]
             self._is_joined = True
 
-    def _take(self, pieces: Sequence[_Piece]) -> None:
-        """Copy pieces of one device, and look at the copies, since these are what is written."""
-        stream = self._streams.get(pieces[0].source.device)
-        with _use(stream):
-            for piece in pieces:
-                if piece.target is not None:
-                    piece.target.copy_(piece.source, non_blocking=True)
+    def _take(self, slices: Sequence[_Slice]) -> None:
+        """Copy slices of one device, and look at the copies, since these are what is written."""
+        stream = self._streams.get(slices[0].source.device)
+        # In any thread, of which a new one begins on the first GPU. This selects the device, too.
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for each in slices:
+                if each.target is not None:
+                    each.target.copy_(each.source, non_blocking=True)
             if stream is not None:
                 stream.synchronize()
-            for piece in pieces:
-                self._look(piece.place, piece.source if piece.target is None else piece.target)
+            for each in slices:
+                self._look(each.address, each.source if each.target is None else each.target)
 
 
 def _open_stream(device: Any) -> Any:
@@ -159,18 +160,8 @@ def _open_stream(device: Any) -> Any:
     return stream
 
 
-@contextmanager
-def _use(stream: Any) -> Iterator[None]:
-    """Use a stream and its device, in any thread; None: the CPU. A new thread begins on the first GPU."""
-    if stream is None:
-        yield
-    else:
-        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            yield
-
-
-def _split(whole: _Piece) -> Iterator[_Piece]:
-    """Divide a dense tensor into pieces."""
+def _split(whole: _Slice) -> Iterator[_Slice]:
+    """Divide a dense tensor into slices."""
     if whole.target is not None and whole.target.stride() != whole.source.stride():
         yield whole
         return
@@ -178,8 +169,8 @@ def _split(whole: _Piece) -> Iterator[_Piece]:
     target = None if whole.target is None else _flatten(whole.target)
     size = _GPU_CHUNK if whole.source.is_cuda else _CHUNK
     for start in range(0, source.numel(), size):
-        part = slice(start, start + size)
-        yield _Piece(whole.place, source[part], None if target is None else target[part])
+        elements = slice(start, start + size)
+        yield _Slice(whole.address, source[elements], None if target is None else target[elements])
 
 
 def locate(tensor: Tensor) -> int:

@@ -83,10 +83,10 @@ def _copy(path: Path, snapshot: Snapshot, saved: SavedState, directory: RunDirec
         contents["position"]["begins"] = begins
     structure, tensors = encode(contents)
     store = directory.store
-    place = store.begin(snapshot.step, None)
-    own = store.prepare(place, tensors)
+    draft = store.begin(snapshot.step, None)
+    own = store.prepare(draft, tensors)
     meta = {**meta, "numbers": directory.record["numbers"], "rewinds": 0}
-    store.commit(place, own, structure, step=snapshot.step, name=None, meta=meta)
+    store.commit(draft, own, structure, step=snapshot.step, name=None, meta=meta)
 
 
 def split_source(source: str) -> tuple[str, int | str]:

@@ -25,14 +25,14 @@ from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.async_copy import locate
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.manifest import measure
-from samestep.snapshot.resume_point import Holding, ResumePoint
+from samestep.snapshot.resume_point import CopyContent, ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS
 from samestep.world.environment import read_host, read_terminal
 from samestep.world.group import Group
 
-PIECE_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20
 
 # Calls a function on writers with their directory. Returns the results on every rank. Raises Error.
 Each = Callable[[Callable[[RunDirectory], Any], Sequence[int]], list[Any]]
@@ -58,13 +58,13 @@ class Copies:
         self._num_sent = 0  # bytes of rank 0's rows that all writers have
 
     def complete(
-        self, directory: RunDirectory | None, held: Sequence[Holding], source: int, point: ResumePoint
+        self, directory: RunDirectory | None, contents: Sequence[CopyContent], source: int, point: ResumePoint
     ) -> None:
         """Send the nodes that lack the snapshot of a point the files that belong to it.
 
         Args:
             directory: of this rank, if it writes one.
-            held: what each node holds.
+            contents: of the nodes' copies.
             source: the index of the node that has the snapshot.
 
         Raises:
@@ -73,16 +73,16 @@ class Copies:
         self._num_sent = point.metrics_bytes
         if point.snapshot is None:
             return
-        lacking = [each.found is None or not each.found.is_same(point.snapshot) for each in held]
+        lacking = [each.found is None or not each.found.is_same(point.snapshot) for each in contents]
         targets = [rank for rank, lacks in zip(self._writers, lacking, strict=True) if lacks]
         sender = [self._writers[source]]
         [sizes] = self._each(partial(_measure_files, point, point.snapshot), sender)
         try:
             self._each(lambda own: own.store.make_inbox(), targets)
             for name, size in sizes.items() if targets else ():
-                for start in range(0, size, PIECE_BYTES):
-                    [piece] = self._each(partial(_read_piece, name, start, min(PIECE_BYTES, size - start)), sender)
-                    self._each(partial(_append_piece, name, piece), targets)
+                for start in range(0, size, CHUNK_BYTES):
+                    [chunk] = self._each(partial(_read_chunk, name, start, min(CHUNK_BYTES, size - start)), sender)
+                    self._each(partial(_append_chunk, name, chunk), targets)
             self._each(partial(_adopt, [*sizes], point.snapshot), targets)
         finally:
             if directory is not None:
@@ -127,7 +127,7 @@ class Copies:
             with suppress(OSError):  # they are sent as far as they can be written and read
                 directory.write_rows()
             with suppress(OSError):
-                rows = _read_piece(METRICS, self._num_sent, -1, directory)
+                rows = _read_chunk(METRICS, self._num_sent, -1, directory)
         rows = self._group.broadcast(rows)
         self._num_sent += len(rows)
         if directory is not None and self._group.rank != 0:
@@ -144,16 +144,16 @@ def _measure_files(point: ResumePoint, snapshot: Snapshot, directory: RunDirecto
         if 0 < wanted.get(name, size) <= size:
             sizes[name] = wanted.get(name, size)
     files = snapshot.manifest["files"].items()
-    return sizes | {f"{SNAPSHOTS}/{snapshot.path.name}/{file}": measure(pieces) for file, pieces in files}
+    return sizes | {f"{SNAPSHOTS}/{snapshot.path.name}/{file}": measure(extents) for file, extents in files}
 
 
-def _read_piece(name: str, start: int, size: int, directory: RunDirectory) -> bytes:
+def _read_chunk(name: str, start: int, size: int, directory: RunDirectory) -> bytes:
     with open(directory.path / name, "rb", opener=open_regular) as file:
         file.seek(start)
         return file.read(size)
 
 
-def _append_piece(name: str, data: bytes, directory: RunDirectory) -> None:
+def _append_chunk(name: str, data: bytes, directory: RunDirectory) -> None:
     """Append to a file in the inbox."""
     with open(directory.store.inbox / Path(name).name, "ab", opener=open_regular) as file:
         file.write(data)
@@ -162,7 +162,7 @@ def _append_piece(name: str, data: bytes, directory: RunDirectory) -> None:
 
 
 def _adopt(names: Sequence[str], snapshot: Snapshot, directory: RunDirectory) -> None:
-    """Move the files in the inbox to their places, the snapshot last, because it makes the copy complete."""
+    """Move the files from the inbox to the run's directory, the snapshot last, because it makes the copy complete."""
     directory.check_still_ours()
     for name in names:
         if not name.startswith(SNAPSHOTS):

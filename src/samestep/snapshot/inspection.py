@@ -10,7 +10,7 @@ from samestep.errors import InvalidValue
 from samestep.snapshot.async_copy import is_finite, locate
 from samestep.watch.replica_checksums import checksum
 
-_MASK = 2**64 - 1  # checksums of pieces add up modulo 2**64, as those of elements do
+_MASK = 2**64 - 1  # checksums of slices add up modulo 2**64, as those of elements do
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SnapshotOrder:
         structure, tensors: the encoded state.
         meta: see `RunDirectory.mark`.
         is_last: whether the loop ends here.
-        places: the directories of the snapshots, see `Store.begin`. Empty on ranks that do not write.
+        drafts: the directories in which they are written, see `Store.begin`. Empty on ranks that do not write.
     """
 
     step: int
@@ -57,7 +57,7 @@ class SnapshotOrder:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     is_last: bool = False
-    places: Sequence[str] = ()
+    drafts: Sequence[str] = ()
 
 
 class Inspection:
@@ -77,10 +77,10 @@ class Inspection:
         self._not_finite: set[str] = set()
         self._checksums: dict[str, int] = {}
 
-    def look(self, place: int, tensor: Tensor) -> None:
-        """Look at a tensor or its copy, whole or in consecutive pieces. `place`: the address of the tensor itself."""
-        label = self._labels.get(place)
-        name = self._names.get(place)
+    def look(self, address: int, tensor: Tensor) -> None:
+        """Look at a tensor or its copy, whole or in consecutive slices. `address`: the address of the tensor itself."""
+        label = self._labels.get(address)
+        name = self._names.get(address)
         if label is not None and not is_finite(tensor):
             self._not_finite.add(label)
         if name is not None:
@@ -90,8 +90,8 @@ class Inspection:
         """Look at all tensors again, after a copy that failed half-way: other ranks have looked at all of theirs."""
         self._not_finite = set()
         self._checksums = {}
-        for place, tensor in self.tensors.items():
-            self.look(place, tensor)
+        for address, tensor in self.tensors.items():
+            self.look(address, tensor)
 
     def find_infinite(self) -> str:
         """Return the label of a tensor of this rank that is not finite; "" if all are finite."""

@@ -1,4 +1,4 @@
-"""The location of a run: the interface between a run and the places that store its files.
+"""The location of a run: the interface between a run and the directories and the URL that store its files.
 
 All of samestep above this package uses a `Location`; docs/dev/run_location.md describes it.
 """
@@ -20,8 +20,8 @@ from samestep.launch.output import start_log
 from samestep.snapshot.continued_run import continue_run
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.logs import Heal, KeptLogs
-from samestep.snapshot.manifest import Pieces, find_damage
-from samestep.snapshot.resume_point import Holding, ResumePoint, choose
+from samestep.snapshot.manifest import Extents, find_damage
+from samestep.snapshot.resume_point import CopyContent, ResumePoint, choose
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.serialization import SavedState
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def open_location(config: RunConfig, group: Group, say: Callable[[str], None], *, keeps: bool = False) -> "Location":
-    """Open the place that the configuration names. All ranks call it.
+    """Open the location that the configuration names. All ranks call it.
 
     Args:
         config: `run_dir`, `local_dir`, `fresh`, `keep_last` and the run's identity.
@@ -47,7 +47,7 @@ def open_location(config: RunConfig, group: Group, say: Callable[[str], None], *
         keeps: as for `Location`.
 
     Raises:
-        Error: the place cannot be used, or holds another run. It is closed then.
+        Error: the location cannot be used, or has another run. It is closed then.
     """
     if config.continue_from is not None and not isinstance(config.run_dir, Path):
         raise InvalidValue(
@@ -64,8 +64,8 @@ def open_location(config: RunConfig, group: Group, say: Callable[[str], None], *
     if config.fresh and not url:
         beside = named if named.name else named.absolute()  # "." has no name
 
-        def is_used(place: str) -> bool:
-            return any(group.each(partial(holds_files, Path(place)), on=writers))
+        def is_used(path: str) -> bool:
+            return any(group.each(partial(holds_files, Path(path)), on=writers))
 
         named = Path(find_unused(str(beside), is_used))
     return Location(group, config, say, named=named, writers=writers, mirror=mirror, url=url, keeps=keeps)
@@ -228,7 +228,7 @@ class Location:
             numbers: the numbers of the run, which must be those of the run here.
 
         Raises:
-            Error: this is another run, all snapshots are damaged, or a place cannot be read or written.
+            Error: this is another run, all snapshots are damaged, or a directory or the URL cannot be read or written.
         """
         if self.path is None:
             return ResumePoint()
@@ -241,20 +241,20 @@ class Location:
         rewinds = max(self._each_directory(check), key=len)
         checks_parts = self.is_replicated or self.group.world_size == 1
 
-        def look(directory: RunDirectory) -> dict[str, Any]:
+        def look(directory: RunDirectory) -> CopyContent:
             store = directory.store
             store.clean()
             if resume is not None:
                 store.abandon([each for each in store.snapshots() if each.was_left(rewinds)])
             if self._mirror is not None:
                 self._mirror.pull(store, resume, rewinds, with_files=True)
-            return directory.look(resume, checks_parts=checks_parts).to_plain()
+            return directory.look(resume, checks_parts=checks_parts)
 
         while True:
-            held = [Holding.from_plain(each) for each in self._each_directory(look)]
-            source, point = choose(held, rewinds)
+            contents = self._each_directory(look)
+            source, point = choose(contents, rewinds)
             if self._copies is not None:
-                self._copies.complete(self.directory, held, source, point)
+                self._copies.complete(self.directory, contents, source, point)
             if checks_parts or not self._refuse_damaged(point):
                 self._rewinds = point.rewinds
                 return point
@@ -294,10 +294,10 @@ class Location:
 
         def begin_one(directory: RunDirectory) -> tuple[int, int]:
             directory.check_numbers(options.numbers)
-            num_bytes = directory.begin(point, options)
+            begun = directory.begin(point, options)
             if self._mirror is not None:
                 self._mirror.begin(directory, point.step)
-            return directory.find_restart(), num_bytes
+            return begun
 
         start, num_bytes = self._each_directory(begin_one)[0]
         self.logs = self.path / LOGS / str(start)
@@ -319,24 +319,24 @@ class Location:
         """
         if self._copies is not None:
             order = self._copies.align(self.directory, order, state)
-        places: list[str] = []
+        drafts: list[str] = []
         problem: OSError | None = None
         if self.directory is not None:
             store = self.directory.store
             try:
                 store.clean()  # what failed attempts have left; no rank writes now
-                places = [store.begin(order.step, name) for name in order.names]
+                drafts = [store.begin(order.step, name) for name in order.names]
             except OSError as error:
                 problem = error
         if self.is_divided:
-            places = self.group.broadcast(places)
+            drafts = self.group.broadcast(drafts)
         if self._copies is not None:  # last, because a full disk of this rank must not let the others wait
             self._copies.share(self.directory)
         if problem is not None:
             raise problem
-        return replace(order, places=places)
+        return replace(order, drafts=drafts)
 
-    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Pieces]:
+    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Extents]:
         """Write what this rank stores of the snapshots of an order, in any thread. Raises OSError.
 
         Args:
@@ -346,9 +346,9 @@ class Location:
             return []
         store = Store(self.path)
         rank = self.group.rank if self.is_divided else 0
-        return [store.prepare(place, tensors, rank) for place in order.places]
+        return [store.prepare(draft, tensors, rank) for draft in order.drafts]
 
-    def commit(self, order: SnapshotOrder, parts: Sequence[Pieces]) -> None:
+    def commit(self, order: SnapshotOrder, parts: Sequence[Extents]) -> None:
         """Complete the snapshots of an order that all ranks have prepared, and remove old ones, in any thread.
 
         Args:
@@ -358,13 +358,13 @@ class Location:
             Error: another process has taken the run over.
             OSError: a disk is full or gone; older snapshots are unchanged.
         """
-        if self.directory is None or not order.places:  # or this rank has taken the run over since
+        if self.directory is None or not order.drafts:  # or this rank has taken the run over since
             return
         self.directory.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
         num_parts = self.group.world_size if self.is_divided else 1
-        for name, place, own in zip(order.names, order.places, parts, strict=True):
+        for name, draft, own in zip(order.names, order.drafts, parts, strict=True):
             self.directory.store.commit(
-                place, own, order.structure, step=order.step, name=name, meta=order.meta, num_parts=num_parts
+                draft, own, order.structure, step=order.step, name=name, meta=order.meta, num_parts=num_parts
             )
         try:
             self.directory.prune(self._config.keep_last)
@@ -379,8 +379,8 @@ class Location:
     def abort(self, order: SnapshotOrder) -> None:
         """Remove what the ranks have written of the snapshots of an order, in any thread."""
         if self.directory is not None:
-            for place in order.places:
-                self.directory.store.abort(place)
+            for draft in order.drafts:
+                self.directory.store.abort(draft)
 
     def _push(self) -> str:
         """Upload what is new. Return the end of a message about the snapshot if that fails; "" otherwise."""
@@ -454,12 +454,12 @@ class Location:
         return was_open
 
 
-def explain_unwritable(place: str, error: OSError) -> RunDirectoryError:
-    """Return the error for a place, such as "the run directory runs/a", that cannot be written."""
+def explain_unwritable(directory: str, error: OSError) -> RunDirectoryError:
+    """Return the error for a directory, such as "the run directory runs/a", that cannot be written."""
     reason = error.strerror or str(error)
     advice = "make room"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         advice = "fix that"
         name = os.path.basename(error.filename or "")
         reason = reason if name in reason else f"{name}: {reason}"
-    return RunDirectoryError(f"{place} cannot be written ({reason}): {advice}, or name another one", code="SS401")
+    return RunDirectoryError(f"{directory} cannot be written ({reason}): {advice}, or name another one", code="SS401")

@@ -107,11 +107,11 @@ def detach(path: Path) -> None:
             copy_file(path, copy)
 
 
-def explain_takeover(place: object, token: bytes) -> RunDirectoryError:
-    """Return the error for a writer of `place` that finds the token of another process there."""
+def explain_takeover(directory: object, token: bytes) -> RunDirectoryError:
+    """Return the error for a writer of a directory or URL that finds the token of another process there."""
     holder = _name_holder(token)
     return RunDirectoryError(
-        f"the run in {place} was taken over by {holder}: this process ends, and leaves the files as they are",
+        f"the run in {directory} was taken over by {holder}: this process ends, and leaves the files as they are",
         code="SS402",
     )
 

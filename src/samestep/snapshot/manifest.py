@@ -29,11 +29,11 @@ DIRECTORY = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")  # of a sna
 _BUFFER_BYTES = 1 << 20
 _NUM_READERS = 4
 
-METADATA = "__metadata__"  # the name of pieces without a tensor, which safetensors reserves
+METADATA = "__metadata__"  # the name of extents without a tensor, which safetensors reserves
 _Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
-class Piece(NamedTuple):
+class Extent(NamedTuple):
     """A tensor in a file, or some of its rows.
 
     One pass over the bytes of a tensor serves the check of the file and the digest of the state.
@@ -49,11 +49,11 @@ class Piece(NamedTuple):
     sha256: _Hash
 
 
-Pieces = list[Piece]  # the consecutive pieces of a file
+Extents = list[Extent]  # those of a file, one after the other
 
 
 def build_manifest(
-    *, step: int, name: str | None, digest: str | None, files: Mapping[str, Pieces], meta: Mapping[str, Any]
+    *, step: int, name: str | None, digest: str | None, files: Mapping[str, Extents], meta: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the manifest of a snapshot whose other files are complete. `digest`: None if it was not computed."""
     import torch
@@ -147,7 +147,7 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     time: Annotated[datetime, Meta(tz=True)]
     digest: _Hash | None
     versions: dict[str, str]
-    files: dict[_FileName, Pieces]
+    files: dict[_FileName, Extents]
     meta: _Meta
 
     def __post_init__(self) -> None:
@@ -159,24 +159,24 @@ def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num
     """Read every byte of all files. Return a description of damage according to the manifest's checksums, or None.
 
     Args:
-        rank, num_ranks: divide the pieces. Each of `num_ranks` callers reads about the same number of bytes.
+        rank, num_ranks: divide the extents. Each of `num_ranks` callers reads about the same number of bytes.
     """
-    total = sum(measure(pieces) for pieces in manifest["files"].values())
+    total = sum(measure(extents) for extents in manifest["files"].values())
     before = 0
-    own: list[tuple[str, int, Piece]] = []
-    for file, pieces in manifest["files"].items():
+    own: list[tuple[str, int, Extent]] = []
+    for file, extents in manifest["files"].items():
         start = 0
-        for name, num_bytes, sha256 in pieces:
+        for name, num_bytes, sha256 in extents:
             if before * num_ranks // max(total, 1) == rank:
-                own.append((file, start, Piece(name, num_bytes, sha256)))
+                own.append((file, start, Extent(name, num_bytes, sha256)))
             start += num_bytes
             before += num_bytes
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
-        return next(filter(None, pool.map(partial(_check_piece, directory), own)), None)
+        return next(filter(None, pool.map(partial(_check_extent, directory), own)), None)
 
 
-def _check_piece(directory: Path, placed: tuple[str, int, Piece]) -> str | None:
-    """Return a description of damage to a piece of a file that begins at a byte, or None."""
+def _check_extent(directory: Path, placed: tuple[str, int, Extent]) -> str | None:
+    """Return a description of damage to an extent of a file that begins at a byte, or None."""
     file, start, (_, num_bytes, sha256) = placed
     end = start + num_bytes
     try:
@@ -189,9 +189,9 @@ def _check_piece(directory: Path, placed: tuple[str, int, Piece]) -> str | None:
     return None if checksum == sha256 else f"{file} is damaged (somewhere in bytes {start} to {end})"
 
 
-def measure(pieces: Iterable[Sequence[Any]]) -> int:
+def measure(extents: Iterable[Sequence[Any]]) -> int:
     """Return the size of a file in bytes."""
-    return sum(num_bytes for _, num_bytes, _ in pieces)
+    return sum(num_bytes for _, num_bytes, _ in extents)
 
 
 def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:

@@ -24,7 +24,7 @@ from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import DIRECTORY, MANIFEST, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Remote, Snapshot, Store, list_outdated
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Snapshot, Store, list_outdated
 from samestep.watch.records import LOCK, RECORD, SHARED
 from samestep.world.environment import advise, read_cache_dir, read_host
 from samestep.world.forking import at_rest
@@ -79,7 +79,7 @@ class Mirror:
         self._holder = self._run = ""
         self._pushed: dict[str, str] = {}  # file -> sha256 of the content uploaded last
         if not re.split("::|://", url, maxsplit=1)[1].strip("/"):
-            raise RunDirectoryError(f"the run directory {url} names no place: give a path after it", code="SS416")
+            raise RunDirectoryError(f"the run directory {url} names no directory: give a path after it", code="SS416")
         with needing(f"the run directory {url} needs fsspec", "'samestep[remote]'"):
             from fsspec.core import url_to_fs
         try:
@@ -164,7 +164,7 @@ class Mirror:
 
         Their paths are the names of their directories.
         """
-        found = [self._read_manifest(place, sizes) for place, sizes in self._list().items() if MANIFEST in sizes]
+        found = [self._read_manifest(folder, sizes) for folder, sizes in self._list().items() if MANIFEST in sizes]
         return sorted(found, key=lambda snapshot: snapshot.age)
 
     def _list(self) -> dict[str, dict[str, int]]:
@@ -175,31 +175,29 @@ class Mirror:
         self._fs.invalidate_cache()
         sizes: dict[str, dict[str, int]] = {}
         for path, info in self._find(SNAPSHOTS).items():
-            place, file = path.split("/")[-2:]
-            if DIRECTORY.fullmatch(place):
-                sizes.setdefault(place, {})[file] = info["size"]
+            folder, file = path.split("/")[-2:]
+            if DIRECTORY.fullmatch(folder):
+                sizes.setdefault(folder, {})[file] = info["size"]
         return sizes
 
-    def _read_manifest(self, place: str, sizes: Mapping[str, int]) -> Snapshot:
-        text = self._fs.cat_file(self._at_place(place, MANIFEST)) if sizes[MANIFEST] <= MAX_BYTES else b""
+    def _read_manifest(self, folder: str, sizes: Mapping[str, int]) -> Snapshot:
+        text = self._fs.cat_file(self._at(f"{SNAPSHOTS}/{folder}/{MANIFEST}")) if sizes[MANIFEST] <= MAX_BYTES else b""
         manifest, problem = parse_manifest(text)
-        return Snapshot.from_manifest(Path(place), manifest, problem or find_wrong_size(manifest["files"], sizes))
-
-    def _at_place(self, place: str, file: str = "") -> str:
-        return self._at(f"{SNAPSHOTS}/{place}/{file}")
+        return Snapshot.from_manifest(Path(folder), manifest, problem or find_wrong_size(manifest["files"], sizes))
 
     @_requests
-    def _fetch(self, place: str, files: Sequence[str], directory: Path) -> None:
+    def _fetch(self, folder: str, files: Sequence[str], directory: Path) -> None:
         for file in files:
-            self._fs.get_file(self._at_place(place, file), str(directory / file))
+            self._fs.get_file(self._at(f"{SNAPSHOTS}/{folder}/{file}"), str(directory / file))
 
     @_requests
-    def _remove(self, place: str) -> None:
+    def _remove(self, folder: str) -> None:
         """Remove a snapshot, or what is left of one."""
-        if self._fs.exists(self._at_place(place, MANIFEST)):
-            self._fs.rm_file(self._at_place(place, MANIFEST))
+        manifest = self._at(f"{SNAPSHOTS}/{folder}/{MANIFEST}")
+        if self._fs.exists(manifest):
+            self._fs.rm_file(manifest)
         with suppress(FileNotFoundError):  # in an object store, a directory is gone with its last file
-            self._fs.rm(self._at_place(place), recursive=True)
+            self._fs.rm(self._at(f"{SNAPSHOTS}/{folder}"), recursive=True)
 
     # --- pull -------------------------------------------------------------------------------------------------
 
@@ -245,7 +243,7 @@ class Mirror:
             OSError: the store cannot be written.
         """
         there = [each for each in self.snapshots() if not each.was_left(rewinds)]
-        store.remote = Remote(self.url, there)
+        store.note_remote(self.url, there)
         problem = ""
         for snapshot in reversed([each for each in there if which is not None and each.matches(which)]):
             if problem:
@@ -262,7 +260,7 @@ class Mirror:
             if not problem:
                 return
             problem = f"{self.url}/{SNAPSHOTS}/{snapshot.path.name}: {problem}"
-        store.remote = Remote(self.url, there, problem)
+        store.note_remote(self.url, there, problem)
 
     # --- push -------------------------------------------------------------------------------------------------
 
@@ -282,12 +280,12 @@ class Mirror:
 
     @_requests
     def _abandon(self, snapshot: Snapshot) -> None:
-        place = snapshot.path.name
-        target = f"{ABANDONED}/{place}-{time.time_ns()}"
+        folder = snapshot.path.name
+        target = f"{ABANDONED}/{folder}-{time.time_ns()}"
         for file in (*snapshot.manifest.get("files", {}), MANIFEST):
-            if self._fs.exists(source := self._at_place(place, file)):
+            if self._fs.exists(source := self._at(f"{SNAPSHOTS}/{folder}/{file}")):
                 self._put(f"{target}/{file}", lambda path: self._fs.cp_file(source, path))
-        self._remove(place)
+        self._remove(folder)
 
     @at_rest()  # the network may take long
     def push(self, directory: RunDirectory, keep: int) -> str:
@@ -303,8 +301,7 @@ class Mirror:
             RunDirectoryError: another process has taken the run over.
         """
         try:
-            if not self._check():
-                self._pushed.clear()
+            self._check()
             self._push_files(directory)
             self._push_snapshots(directory.store, keep)
         except (Unreachable, OSError) as error:
@@ -335,12 +332,12 @@ class Mirror:
 
     @_requests
     def _push_snapshot(self, snapshot: Snapshot) -> None:
-        place = f"{SNAPSHOTS}/{snapshot.path.name}"
+        folder = f"{SNAPSHOTS}/{snapshot.path.name}"
         for file in snapshot.manifest["files"]:
             source = str(snapshot.path / file)
-            self._put(f"{place}/{file}", lambda path: self._fs.put_file(source, path))  # noqa: B023
+            self._put(f"{folder}/{file}", lambda path: self._fs.put_file(source, path))  # noqa: B023
         self._check()
-        self.write(f"{place}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
+        self.write(f"{folder}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
 
     def _push_files(self, directory: RunDirectory) -> None:
         """Upload the files that exist and have changed, `run.json` first. Raises OSError, too."""
@@ -374,22 +371,22 @@ class Mirror:
         """Make this process the writer: the earlier one ends at its next check. Remove what it has left incomplete."""
         self._token = f"{build_token()}{self._run}\n".encode()
         self.write(LOCK, self._token)
-        for place, sizes in self._list().items():
+        for folder, sizes in self._list().items():
             if MANIFEST not in sizes:
-                self._remove(place)
+                self._remove(folder)
 
-    def _check(self) -> bool:
-        """Return whether the files written since `take` still exist. False if the directory was removed meanwhile.
+    def _check(self) -> None:
+        """Check that this process is still the writer. If the directory was removed, all files are uploaded again.
 
         Raises:
             RunDirectoryError: another process has taken the run over.
         """
         text = self.read(LOCK)
         if text is None:
+            self._pushed.clear()
             self.write(LOCK, self._token)
         elif text != self._token:
             raise explain_takeover(self.url, text)
-        return text is not None
 
 
 def _describe(error: BaseException) -> str:

@@ -1,12 +1,10 @@
-"""Where a run continues: chosen at each start, from what the copies of the run hold."""
+"""Where a run continues: chosen at each start, from the content of the copies of the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from samestep.errors import RunDirectoryError
+from samestep.errors import Error
 from samestep.snapshot.store import Snapshot
 
 
@@ -42,60 +40,49 @@ class ResumePoint:
 
 
 @dataclass(frozen=True)
-class Holding:
+class CopyContent:
     """The content of one copy of a run at a start.
 
     Attributes:
         found: the snapshot from which the run would resume, of which every byte was checked; None if there is none.
-        problem: why there is none, although there are snapshots or one was requested; "" if the run may begin.
+        error: why there is none, although there are snapshots or one was requested; None if the run may begin.
         newest_step: the step of the newest snapshot, damaged or not; 0 if there is none.
         num_recorded: number of steps in the ledger.
-        code: of the error of which `problem` is the sentence.
     """
 
     found: Snapshot | None
-    problem: str
+    error: Error | None
     newest_step: int
     num_recorded: int
-    code: str = ""
-
-    @classmethod
-    def from_plain(cls, plain: Any) -> "Holding":
-        """Return the holding that another rank has sent, from `to_plain`."""
-        return msgspec.convert(plain, cls, dec_hook=lambda kind, text: kind(text))
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the attributes as JSON, for other ranks."""
-        plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
-        return plain
 
 
-def choose(held: Sequence[Holding], rewinds: Sequence[int]) -> tuple[int, ResumePoint]:
+def choose(contents: Sequence[CopyContent], rewinds: Sequence[int]) -> tuple[int, ResumePoint]:
     """Choose the newest undamaged snapshot of all copies.
 
     Args:
-        held: what each copy holds.
+        contents: of the copies.
         rewinds: as in `ResumePoint`, before this start.
 
     Returns:
         The index of the first copy that has the snapshot, and the point.
 
     Raises:
-        RunDirectoryError: no copy has an undamaged snapshot, although one should exist.
+        Error: no copy has an undamaged snapshot, although one should exist.
 
     Example::
 
-        >>> choose([Holding(None, "", 0, 0)], [])
+        >>> choose([CopyContent(None, None, 0, 0)], [])
         (0, ResumePoint(step=0, meta=None, snapshot=None, rewinds=[], num_recorded=0))
     """
-    steps = [-1 if each.found is None else each.found.step for each in held]
+    steps = [-1 if each.found is None else each.found.step for each in contents]
     source = steps.index(max(steps))
-    found = held[source].found
-    num_recorded = max(each.num_recorded for each in held)
+    found = contents[source].found
+    num_recorded = max(each.num_recorded for each in contents)
     if found is None:
-        if (failed := next((each for each in held if each.problem), None)) is not None:
-            raise RunDirectoryError(failed.problem, code=failed.code)
+        for each in contents:
+            if each.error is not None:
+                raise each.error
         return source, ResumePoint(rewinds=rewinds, num_recorded=num_recorded)
-    if any(each.newest_step > found.step for each in held):
+    if any(each.newest_step > found.step for each in contents):
         rewinds = [*rewinds, found.step]
     return source, ResumePoint(found.step, found.manifest["meta"], found, rewinds, num_recorded)

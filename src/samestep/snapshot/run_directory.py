@@ -21,7 +21,7 @@ from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
 from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.logs import AppendLog, Heal, KeptLogs, StepRecords, count_records, format_row
-from samestep.snapshot.resume_point import Holding, ResumePoint
+from samestep.snapshot.resume_point import CopyContent, ResumePoint
 from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Snapshot, Store
 from samestep.watch.records import (
@@ -164,7 +164,7 @@ class RunDirectory(StepRecords):
 
     # --- start ------------------------------------------------------------------------------------------------
 
-    def look(self, resume: str | int | None, *, checks_parts: bool = True) -> Holding:
+    def look(self, resume: str | int | None, *, checks_parts: bool = True) -> CopyContent:
         """Look for the snapshot to resume from, and check it.
 
         Args:
@@ -175,24 +175,23 @@ class RunDirectory(StepRecords):
             RunDirectoryError: there are snapshots and `resume` is None.
         """
         found = None
-        problem = code = ""
+        failure: Error | None = None
         if resume is not None:
             try:
                 found = self.store.find(resume, warn=self._warn, checks_parts=checks_parts)
             except Error as error:
-                problem, code = str(error), error.code
-        known = [*self.store.snapshots(), *self.store.remote.snapshots]
+                failure = error
+        known = [*self.store.snapshots(), *self.store.remote]
         if resume is None and known:
             ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
             raise RunDirectoryError(
                 f"{self.named} already has snapshots and resume is never: start with {ways}", code="SS406"
             )
-        return Holding(
+        return CopyContent(
             found=found,
-            problem=problem,
+            error=failure,
             newest_step=max((each.step for each in known), default=0),
             num_recorded=count_records(self.path / LEDGER),
-            code=code,
         )
 
     def _judge(self, snapshot: Snapshot) -> str:
@@ -203,13 +202,14 @@ class RunDirectory(StepRecords):
         different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""
 
-    def begin(self, point: ResumePoint, options: StartOptions) -> int:
+    def begin(self, point: ResumePoint, options: StartOptions) -> tuple[int, int]:
         """Begin or continue the run: take the files back to a point, write `run.json`, and warn about changes.
 
         Called once.
 
         Returns:
-            The size of the rows that earlier starts have written.
+            The number of this start (0 for the first, then as in `restarts.jsonl`; it has no logs yet), and the size of
+            the rows that earlier starts have written.
         """
         record, warnings = build_record(self.record, options, step=point.step, rewinds=point.rewinds)
         self.write_record(record)
@@ -217,7 +217,9 @@ class RunDirectory(StepRecords):
         for warning in warnings:
             self._warn(warning)
         self._is_begun = True
-        return num_bytes
+        num_starts = count_lines(self.path / RESTARTS) + bool(read_or_empty(self.path / STATUS))
+        self._start = max([num_starts, *(int(path.name) + 1 for path in list_logs(self.path)[-1:])])
+        return self._start, num_bytes
 
     def _take_back(self, point: ResumePoint) -> int:
         """Truncate rows and records after a point, and move snapshots of later steps to `abandoned/`.
@@ -279,12 +281,6 @@ class RunDirectory(StepRecords):
         self._is_begun = True
         if is_in_loop:
             self.write_status("running", "")  # of this process
-
-    def find_restart(self) -> int:
-        """Return the number of this start: 0 for the first, then as in `restarts.jsonl`. It has no logs yet."""
-        num_starts = count_lines(self.path / RESTARTS) + bool(read_or_empty(self.path / STATUS))
-        self._start = max([num_starts, *(int(path.name) + 1 for path in list_logs(self.path)[-1:])])
-        return self._start
 
     def write_start(self, restart: Restart | None, *, from_step: int, world_size: int) -> None:
         """Add a line to `restarts.jsonl`, unless this is the run's first start.

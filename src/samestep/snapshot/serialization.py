@@ -24,7 +24,7 @@ from samestep.decoding import MAX_DEPTH
 from samestep.errors import InvalidType
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes
-from samestep.snapshot.manifest import METADATA, Piece, Pieces
+from samestep.snapshot.manifest import METADATA, Extent, Extents
 from samestep.tensor_bytes import view_bytes
 from samestep.world.forking import at_rest, at_work
 
@@ -132,21 +132,21 @@ def lay_out_tensors(
     return struct.pack("<Q", len(text)) + text, [name for name, _ in ordered]
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> Pieces:
+def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> Extents:
     """Write a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
     Returns when the file is on the disk. Another thread hashes meanwhile, which takes as long as writing and syncing.
     Each thread copies at most one tensor at a time, and only if it is on a device or not contiguous.
     """
     header, names = lay_out_tensors(tensors)
-    pieces = [Piece(METADATA, len(header), hash_bytes(header))]
+    extents = [Extent(METADATA, len(header), hash_bytes(header))]
     file.write(header)
 
     def hash_all() -> None:
         for name in names:
             with at_work():
                 data = view_bytes(tensors[name])
-            pieces.append(Piece(name, len(data), hash_bytes(data)))
+            extents.append(Extent(name, len(data), hash_bytes(data)))
 
     # Not concurrent.futures, which starts no thread after the main thread has ended.
     hashing = Thread(target=hash_all, name="samestep hashing")
@@ -162,7 +162,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> Pieces:
     finally:
         with at_rest():  # a fork may wait for this thread, and the other one for the fork
             hashing.join()
-    return pieces
+    return extents
 
 
 class SavedState:
@@ -173,7 +173,7 @@ class SavedState:
     Args:
         structure: from `encode`.
         directory: the directory of the files.
-        files: the pieces of the files with tensors, in the order of the ranks.
+        files: the extents of the files with tensors, in the order of the ranks.
 
     Attributes:
         contents: the state. Its tensors are placeholders on the meta device.
@@ -183,12 +183,12 @@ class SavedState:
         ValueError, and others: the structure does not fit the files.
     """
 
-    def __init__(self, structure: Any, directory: Path, files: Mapping[str, Pieces]) -> None:
+    def __init__(self, structure: Any, directory: Path, files: Mapping[str, Extents]) -> None:
         self._structure = structure
         self._extents: dict[str, list[tuple[Path, int, int]]] = {}  # tensor -> files, with the first byte and the size
-        for file, pieces in files.items():
+        for file, extents in files.items():
             start = 0
-            for name, num_bytes, _ in pieces:
+            for name, num_bytes, _ in extents:
                 self._extents.setdefault(name, []).append((directory / file, start, num_bytes))
                 start += num_bytes
         self._outlines: dict[str, Tensor] = {}

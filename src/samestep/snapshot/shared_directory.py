@@ -28,10 +28,10 @@ def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
     token = _create_token(path) if group.rank in firsts else None
     try:
         names = group.gather(None if token is None else token.name)
-        places = (path, *path.parents)
+        directories = (path, *path.parents)
         writer = None
         if group.rank in firsts:
-            paths = {rank: [place / names[rank] for place in places] for rank in firsts if names[rank]}
+            paths = {rank: [each / names[rank] for each in directories] for rank in firsts if names[rank]}
             writer = next((rank for rank in paths if any(map(os.path.exists, paths[rank]))), group.rank)
         writers = group.gather(writer)
     finally:
@@ -47,18 +47,18 @@ def _create_token(path: Path) -> Path | None:
     of that directory, in which another node may just have created the run directory.
     """
     with suppress(OSError):
-        for place in (path, *path.parents):
-            if place.is_dir():
-                token = place / f"{_TOKEN}{secrets.token_hex(8)}"
+        for directory in (path, *path.parents):
+            if directory.is_dir():
+                token = directory / f"{_TOKEN}{secrets.token_hex(8)}"
                 token.touch(exist_ok=False)
                 return token
     return None
 
 
-def find_unused(place: str, is_used: Callable[[str], bool]) -> str:
+def find_unused(name: str, is_used: Callable[[str], bool]) -> str:
     """Return the first of x, x-2, x-3 ... that is not used."""
-    places = chain([place], (f"{place}-{number}" for number in count(2)))
-    return next(each for each in places if not is_used(each))
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(each for each in names if not is_used(each))
 
 
 def holds_files(directory: Path) -> bool:

@@ -324,8 +324,8 @@ class Snapshotter:
         with suppress(MemoryError, RuntimeError):
             if not order.is_last:
                 targets = self._staging.take(order.tensors)
-        places = {locate(tensor) for tensor in order.tensors.values()}
-        others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
+        addresses = {locate(tensor) for tensor in order.tensors.values()}
+        others = {f"/{address}": tensor for address, tensor in inspection.tensors.items() if address not in addresses}
         stable = {locate(tensor) for tensor in state.stable} - self._unstable
         copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
         self._writer = Writer(copy, self._location, order, targets or order.tensors, inspection)

@@ -24,8 +24,8 @@ from samestep.snapshot.manifest import (
     MANIFEST,
     METADATA,
     STATE,
-    Piece,
-    Pieces,
+    Extent,
+    Extents,
     build_manifest,
     find_damage,
     list_tensor_files,
@@ -122,7 +122,7 @@ class Snapshot:
     @property
     def size_bytes(self) -> int:
         """Total size of the files; 0 if the manifest cannot be read."""
-        return sum(measure(pieces) for pieces in self.manifest.get("files", {}).values())
+        return sum(measure(extents) for extents in self.manifest.get("files", {}).values())
 
     @property
     def is_divided(self) -> bool:
@@ -145,20 +145,6 @@ class Snapshot:
         if not self.manifest:
             return False
         return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
-
-
-@dataclass(frozen=True)
-class Remote:
-    """The snapshots at the URL of a run, at the last request. One that was wanted is in the store by now.
-
-    Attributes:
-        url: for messages; "" for a run without one.
-        problem: why none of them can be used, if one was wanted; else "".
-    """
-
-    url: str = ""
-    snapshots: Sequence[Snapshot] = ()
-    problem: str = ""
 
 
 def name_directory(step: int, name: str | None) -> str:
@@ -191,14 +177,15 @@ class Store:
         judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
 
     Attributes:
-        remote: the snapshots at the run's URL.
+        remote: the snapshots at the run's URL, see `note_remote`.
     """
 
     def __init__(
         self, run_dir: Path, named: Path | None = None, judge: Callable[[Snapshot], str] = lambda snapshot: ""
     ) -> None:
         self.judge = judge
-        self.remote = Remote()
+        self.remote: Sequence[Snapshot] = ()
+        self._url = self._remote_problem = ""
         self.path = Path(run_dir) / SNAPSHOTS
         self._named = Path(named or run_dir) / SNAPSHOTS
         self._problems: dict[Path, str] = {}  # of snapshots whose manifests and sizes show none
@@ -215,6 +202,12 @@ class Store:
             return []
         found = [self._read(self.path / name) for name in names if DIRECTORY.fullmatch(name)]
         return sorted(found, key=lambda snapshot: snapshot.age)
+
+    def note_remote(self, url: str, snapshots: Sequence[Snapshot], problem: str = "") -> None:
+        """Note what is at the run's URL. `problem`: why none of it can be used, if one was wanted."""
+        self._url = url
+        self.remote = snapshots
+        self._remote_problem = problem
 
     def _read(self, path: Path) -> Snapshot:
         manifest, problem = read_manifest(path)
@@ -253,14 +246,14 @@ class Store:
                 return snapshot
             self._problems[snapshot.path] = problem
             problem = f"{snapshot.path.relative_to(self.path.parent)}: {problem}"
-        problem = problem or self.remote.problem
-        where = self.remote.url or str(self._named)
+        problem = problem or self._remote_problem
+        where = self._url or str(self._named)
         if which == "latest":
             if not problem:
                 return None
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
             raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}", code="SS410")
-        sound = [each for each in (*self.remote.snapshots, *self.snapshots()) if each.problem is None]
+        sound = [each for each in (*self.remote, *self.snapshots()) if each.problem is None]
         others = ", ".join(dict.fromkeys(each.name or f"step {each.step}" for each in sound)) or "no other"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
         fault = f"the snapshot {what} cannot be used ({problem})" if problem else f"there is no snapshot {what}"
@@ -268,8 +261,8 @@ class Store:
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Return whether this store has another copy's snapshot, undamaged."""
-        sound = [each for each in self.snapshots() if each.problem is None and each.is_same(snapshot)]
-        return any(find_damage(each.path, each.manifest) is None for each in sound)
+        same = [each for each in self.snapshots() if each.problem is None and each.is_same(snapshot)]
+        return bool(same) and find_damage(same[0].path, same[0].manifest) is None
 
     def refuse(self, snapshot: Snapshot, problem: str) -> None:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
@@ -315,25 +308,25 @@ class Store:
     # --- write ------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, name: str | None) -> str:
-        """Create the directory in which the ranks write a snapshot. Return its name. Raises OSError."""
+        """Create the directory in which the ranks write a snapshot, its draft. Return its name. Raises OSError."""
         # A new name each time: a rank of an earlier start may still write to its directory.
         directory = self.path / f"{_WRITING}{name_directory(step, name)}.{secrets.token_hex(4)}"
         self._create(directory)
         return directory.name
 
-    def prepare(self, place: str, tensors: Mapping[str, "Tensor"], rank: int = 0) -> Pieces:
-        """Write the part of a rank to a directory from `begin`, in any thread. Raises OSError."""
-        directory = self.path / place
+    def prepare(self, draft: str, tensors: Mapping[str, "Tensor"], rank: int = 0) -> Extents:
+        """Write the part of a rank to a draft, in any thread. Raises OSError."""
+        directory = self.path / draft
         with open(directory / name_part(rank), "xb", _BUFFER_BYTES, opener=open_regular) as file:
-            pieces = write_tensors(file, tensors)
+            extents = write_tensors(file, tensors)
         if rank:
-            replace_file(directory / _name_receipt(rank), json.dumps(pieces).encode())
-        return pieces
+            replace_file(directory / _name_receipt(rank), json.dumps(extents).encode())
+        return extents
 
     def commit(
         self,
-        place: str,
-        own: Pieces,
+        draft: str,
+        own: Extents,
         structure: Any,
         *,
         step: int,
@@ -341,7 +334,7 @@ class Store:
         meta: Mapping[str, Any],
         num_parts: int = 1,
     ) -> Path:
-        """Make the parts in a directory a snapshot, on rank 0, once all of its ranks have prepared theirs.
+        """Make a draft a snapshot, on rank 0, once all of its ranks have prepared theirs.
 
         Args:
             own: the part of rank 0.
@@ -351,10 +344,10 @@ class Store:
             InvalidValue: the parts together are not the state.
             OSError: the disk is full, read-only or gone. Older snapshots are unchanged.
         """
-        directory = self.path / place
+        directory = self.path / draft
         target = self.path / name_directory(step, name)
         receipts = [directory / _name_receipt(rank) for rank in range(1, num_parts)]
-        parts = [own, *(decode(read_bytes(receipt, _MAX_RECEIPT_BYTES), Pieces) for receipt in receipts)]
+        parts = [own, *(decode(read_bytes(receipt, _MAX_RECEIPT_BYTES), Extents) for receipt in receipts)]
         for receipt in receipts:
             receipt.unlink()
         digest = _check_parts(structure, parts)
@@ -365,9 +358,9 @@ class Store:
         self._put(directory, target)
         return target
 
-    def abort(self, place: str) -> None:
-        """Remove a directory from `begin`."""
-        shutil.rmtree(self.path / place, ignore_errors=True)
+    def abort(self, draft: str) -> None:
+        """Remove a draft."""
+        shutil.rmtree(self.path / draft, ignore_errors=True)
 
     @property
     def inbox(self) -> Path:
@@ -441,16 +434,16 @@ def _name_receipt(rank: int) -> str:
     return f".receipt-{rank:05d}"
 
 
-def _check_parts(structure: Any, parts: Sequence[Pieces]) -> str | None:
+def _check_parts(structure: Any, parts: Sequence[Extents]) -> str | None:
     """Check that parts together are the state. Return its digest if no tensor is in several of them, else None.
 
     Raises:
         InvalidValue: they are not.
     """
-    pieces = [piece for part in parts for piece in part if piece.name != METADATA]
+    extents = [extent for part in parts for extent in part if extent.name != METADATA]
     sizes = Counter[str]()
-    for piece in pieces:
-        sizes[piece.name] += piece.num_bytes
+    for extent in extents:
+        sizes[extent.name] += extent.num_bytes
     for name, wanted in list_tensors(structure).items():
         if sizes[name] != wanted:
             raise InvalidValue(
@@ -458,8 +451,8 @@ def _check_parts(structure: Any, parts: Sequence[Pieces]) -> str | None:
                 "the objects for run.prepare the same on all ranks",
                 code="SS504",
             )
-    is_split = len(sizes) < len(pieces)
-    return None if is_split else digest_of(structure, {piece.name: piece.sha256 for piece in pieces})
+    is_split = len(sizes) < len(extents)
+    return None if is_split else digest_of(structure, {extent.name: extent.sha256 for extent in extents})
 
 
 def _delete(path: Path) -> None:
@@ -470,7 +463,7 @@ def _delete(path: Path) -> None:
         path.unlink()  # `rmtree` blocks on a FIFO
 
 
-def _write_json(path: Path, value: Any) -> Pieces:
+def _write_json(path: Path, value: Any) -> Extents:
     """Create a file and wait until it is on the disk."""
     text = json.dumps(value, allow_nan=False).encode()
     with open(path, "xb", opener=open_regular) as file:
@@ -478,7 +471,7 @@ def _write_json(path: Path, value: Any) -> Pieces:
         file.flush()
         with at_rest():
             os.fsync(file.fileno())
-    return [Piece(METADATA, len(text), hash_bytes(text))]
+    return [Extent(METADATA, len(text), hash_bytes(text))]
 
 
 def _sync(directory: Path) -> None:
