@@ -148,7 +148,7 @@ def test_a_thread_waits_for_the_copies_on_each_device(monkeypatch: pytest.Monkey
     gpus = Gpus(tuple(Stream(torch.device("cuda", place)) for place in range(2)))
     for name in ("Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
-    monkeypatch.setattr(async_copy, "Watch", lambda tensors: SimpleNamespace(find_changed=list))
+    monkeypatch.setattr(async_copy, "WriteDetector", lambda tensors: SimpleNamespace(find_changed=list))
     gpus.place = 1  # as after torch.cuda.set_device in the main thread
     expected = {"large": torch.randn(NUM_LARGE), "small": torch.randn(3), "on the CPU": torch.randn(NUM_LARGE)}
     source = torch.zeros(NUM_LARGE)

@@ -17,13 +17,13 @@ from samestep.snapshot.serialization import is_dense
 from samestep.torch_internals import read_version
 from samestep.world.forking import at_rest
 
-LARGE_BYTES = 1 << 18  # smaller tensors are copied at once, which takes no longer than watching them
+LARGE_BYTES = 1 << 18  # smaller tensors are copied at once, which takes no longer than detecting writes to them
 _CHUNK = 1 << 17  # elements, so that `look` finds them in the cache: 0.11 s for 500 MB instead of 0.18 s
 _GPU_CHUNK = 1 << 24
 _NUM_SAMPLED = 32
 
 
-class Watch:
+class WriteDetector:
     """Finds out which of some tensors were written to after its creation.
 
     Version counters miss writes through `.data`. Comparing a sample of the bytes finds those, unless only a few bytes
@@ -50,21 +50,20 @@ class Staging:
     """Host memory for the copies, allocated once for all snapshots."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a tensor in host memory for each of `tensors`, with the same dtype, shape and (if dense) strides."""
         kept = self._buffers
         self._buffers = {}
         for name, tensor in tensors.items():
-            buffer = kept.get(name)
-            like = torch.empty_like(tensor, device="meta")
-            wanted = like.dtype, like.shape, like.stride(), tensor.is_cuda
-            if buffer is None or (buffer.dtype, buffer.shape, buffer.stride(), buffer.is_pinned()) != wanted:
-                # Pinned: otherwise copies from a GPU would be synchronous.
+            key = name, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda
+            if key in kept:
+                self._buffers[key] = kept[key]
+            else:  # pinned: otherwise copies from a GPU would be synchronous
                 buffer = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
-            self._buffers[name] = buffer
-        return dict(self._buffers)
+                self._buffers[key] = buffer
+        return {name: buffer for (name, *_), buffer in self._buffers.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +110,10 @@ class Copy:
         self._later: list[_Slice] = []
         at_once: dict[Any, list[_Slice]] = {}  # by device
         for name, tensor in tensors.items():
-            is_late = locate(tensor) in stable and is_watchable(tensor)
+            is_late = locate(tensor) in stable and is_detectable(tensor)
             slices = self._later if is_late else at_once.setdefault(tensor.device, [])
             slices.append(_Slice(locate(tensor), tensor.detach(), targets.get(name)))
-        self._watch = Watch(each.source for each in self._later)
+        self._detector = WriteDetector(each.source for each in self._later)
         for slices in at_once.values():
             self._take(slices)
 
@@ -136,7 +135,7 @@ class Copy:
         """Wait for the copy and find torn tensors. Call before the next update, in the thread that makes it."""
         self._copied.wait()
         if not self._is_joined:
-            self.torn = [locate(tensor) for tensor in self._watch.find_changed()]
+            self.torn = [locate(tensor) for tensor in self._detector.find_changed()]
             self._is_joined = True
 
     def _take(self, slices: Sequence[_Slice]) -> None:
@@ -186,8 +185,8 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach().sum()) or torch.isfinite(tensor).all())
 
 
-def is_watchable(tensor: Tensor) -> bool:
-    """Return whether a tensor is large and dense, so that `Watch` can watch it."""
+def is_detectable(tensor: Tensor) -> bool:
+    """Return whether a tensor is large and dense, so that `WriteDetector` can detect writes to it."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes < LARGE_BYTES or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False

@@ -80,7 +80,7 @@ class RunDirectory(StepRecords):
         self._early_rows: list[Mapping[str, Any]] = []
         self._is_begun = False
         self._lost_steps = 0
-        self._start: int | None = None  # number of this start, once its logs have begun
+        self._start = 0  # number of this start, once its logs have begun
         self.record: dict[str, Any] = {}
         try:
             self.path = named.absolute()  # the script may change the working directory
@@ -307,12 +307,11 @@ class RunDirectory(StepRecords):
     def write_heal(self, heal: Heal) -> None:
         """Add a line to `heals.jsonl`, without ranks that another writer of this start has recorded before it died."""
         path = self.path / HEALS
-        start = self._start or 0
         rows: list[dict[str, Any]] = []
         with suppress(OSError):  # `_add_line` then warns
-            rows = [row for row in read_rows(path) if row.get("start") == start]
+            rows = [row for row in read_rows(path) if row.get("start") == self._start]
         if lost := [rank for rank in heal.lost if not any(rank in row["lost"] for row in rows)]:
-            row = {"time": _now(), "start": start, "step": heal.step, "lost": lost}
+            row = {"time": _now(), "start": self._start, "step": heal.step, "lost": lost}
             self._add_line(path, {**row, "world_size": heal.world_size, "seconds": round(heal.seconds, 3)})
 
     def _add_line(self, path: Path, row: Mapping[str, Any]) -> None:
@@ -334,7 +333,7 @@ class RunDirectory(StepRecords):
             return
         now: dict[str, Any]
         now = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
-        now |= {"start": self._start or 0, "lost": self.lost}
+        now |= {"start": self._start, "lost": self.lost}
         now |= {name: value for name, value in (end or {}).items() if value}
         with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over
             self._check_begun()

@@ -385,16 +385,8 @@ class _Encoder:
             raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
         memory = id(tensor) if tensor.is_meta else local.untyped_storage().data_ptr()
         strides = local.stride()
-        key = (
-            tensor.device,
-            memory,
-            local.storage_offset(),
-            local.is_conj(),
-            local.is_neg(),
-            dtype,
-            tensor.shape,
-            strides,
-        )
+        layout = tensor.shape, strides, dtype, local.is_conj(), local.is_neg()
+        key = tensor.device, memory, local.storage_offset(), layout
         if key not in self._named:
             name = self._find_name(path)
             self._named[key] = name, local

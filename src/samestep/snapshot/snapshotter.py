@@ -32,7 +32,7 @@ from samestep.config import Interval
 from samestep.console import warn
 from samestep.engine.control import Saving
 from samestep.errors import Error, InvalidValue, NotHealed
-from samestep.snapshot.async_copy import Copy, Staging, Watch, is_watchable, locate
+from samestep.snapshot.async_copy import Copy, Staging, WriteDetector, is_detectable, locate
 from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
 from samestep.snapshot.location import Location
 from samestep.snapshot.manifest import NAME, name_part
@@ -197,7 +197,7 @@ class Snapshotter:
         self._is_wanted = False
         self._names_due: list[str] = []
         self._asked: list[str] = []
-        self._watch: Watch | None = None
+        self._detector: WriteDetector | None = None
         self._unstable: set[int] = set()  # addresses of tensors that the script writes to between updates
         self._staging = Staging()
         self._saved_s = time.monotonic()
@@ -356,20 +356,20 @@ class Snapshotter:
 
     # --- write ------------------------------------------------------------------------------------------------
 
-    def watch(self, stable: Iterable[Tensor]) -> None:
-        """Begin to watch tensors, before the loop's first step. `stable`: see `TrainingState`.
+    def detect_writes(self, stable: Iterable[Tensor]) -> None:
+        """Begin to detect writes to tensors, before the loop's first step. `stable`: see `TrainingState`.
 
         Tensors that the script writes to before the step's update are copied at once in all snapshots.
         """
         if self._location.path is not None:
-            self._watch = Watch(tensor for tensor in stable if is_watchable(tensor))
+            self._detector = WriteDetector(tensor for tensor in stable if is_detectable(tensor))
             self._saved_s = time.monotonic()
 
     @property
     def saving(self) -> Saving:
         """Return what this rank does for a snapshot, for the other ranks."""
         if self._writer is None:
-            return Saving.NOTHING if self._watch is None else Saving.WATCHING
+            return Saving.NOTHING if self._detector is None else Saving.WATCHING
         if self._writer.stage is Stage.COPYING:
             return Saving.COPYING
         is_written = self._writer.stage is Stage.WRITING and self._writer.prepared.is_set()
@@ -381,9 +381,9 @@ class Snapshotter:
         Raises:
             Error: the copied state is not finite, or not the same on all ranks.
         """
-        if self._watch is not None:
-            self._unstable |= {locate(tensor) for tensor in self._watch.find_changed()}
-            self._watch = None
+        if self._detector is not None:
+            self._unstable |= {locate(tensor) for tensor in self._detector.find_changed()}
+            self._detector = None
         writer = self._writer
         if writer is None or writer.stage is not Stage.COPYING:
             return

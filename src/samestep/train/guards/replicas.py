@@ -81,7 +81,7 @@ class ReplicaChecks:
 
     def watch(self, snapshotter: Snapshotter) -> None:
         """Begin to watch, before the first step of a loop, so that a change before its update is noticed."""
-        snapshotter.watch(list_stable(self._objects))
+        snapshotter.detect_writes(list_stable(self._objects))
 
     def is_due(self, step: int, epochs_done: int | None) -> bool:
         """Return whether a comparison is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
