@@ -11,8 +11,8 @@ from samestep.snapshot.store import Snapshot
 DAMAGED = RunDirectoryError("all are damaged")
 
 
-def snapshot(step: int, rewinds: int = 0) -> Snapshot:
-    meta = {"metrics_bytes": 10 * step, "numbers": {}, "rewinds": rewinds}
+def snapshot(step: int) -> Snapshot:
+    meta = {"metrics_bytes": 10 * step, "numbers": {}, "rewinds": 0}
     manifest = {"step": step, "digest": f"{step:064x}", "meta": meta, "files": {}}
     return Snapshot(Path(f"step-{step:08d}"), step, None, manifest, None)
 
