@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 LEAST_ERROR = 1e-3  # relative, of a measurement: blocks that happen to be equal are no exact time
 
 
@@ -17,19 +19,19 @@ class StepFit:
     Attributes:
         num_micro_batches: V.
         fixed_s, micro_batch_s: in seconds.
-        covariance: variance of `fixed_s`, their covariance, variance of `micro_batch_s`.
+        covariance: of `micro_batch_s` and `fixed_s`.
     """
 
     num_micro_batches: int
     fixed_s: float
     micro_batch_s: float
-    covariance: tuple[float, float, float]
+    covariance: list[list[float]]
 
     def predict(self, world_size: int) -> tuple[float, float]:
         """Return the seconds of a step on so many ranks, and their standard error."""
         share = count_share(self.num_micro_batches, world_size)
-        of_fixed, of_both, of_micro = self.covariance
-        variance = of_fixed + 2 * share * of_both + share * share * of_micro
+        factors = np.array([share, 1])
+        variance = float(factors @ self.covariance @ factors)
         return self.fixed_s + share * self.micro_batch_s, math.sqrt(max(variance, 0.0))
 
 
@@ -48,20 +50,14 @@ def fit_steps(num_micro_batches: int, measured: Mapping[int, tuple[float, float]
         num_micro_batches: of a step.
         measured: number of ranks -> seconds per step, and their relative standard error; two shares or more.
     """
-    points = [
-        (count_share(num_micro_batches, size), step_s, (max(error, LEAST_ERROR) * step_s) ** -2)
-        for size, (step_s, error) in measured.items()
-    ]
-    n = sum(weight for _, _, weight in points)
-    x = sum(weight * share for share, _, weight in points)
-    y = sum(weight * step_s for _, step_s, weight in points)
-    xx = sum(weight * share * share for share, _, weight in points)
-    xy = sum(weight * share * step_s for share, step_s, weight in points)
-    determinant = n * xx - x * x
-    fixed_s, micro_s = (xx * y - x * xy) / determinant, (n * xy - x * y) / determinant
+    shares = np.array([count_share(num_micro_batches, size) for size in measured], float)
+    times_s, errors = np.array([*measured.values()]).T
+    weights = 1 / (np.maximum(errors, LEAST_ERROR) * times_s)
+    (micro_s, fixed_s), covariance = np.polyfit(shares, times_s, 1, w=weights, cov="unscaled")
     if fixed_s < 0:
-        fixed_s, micro_s = 0.0, xy / xx
-    residual = sum(weight * (fixed_s + share * micro_s - step_s) ** 2 for share, step_s, weight in points)
-    excess = max(1.0, residual / (len(points) - 2)) if len(points) > 2 else 1.0
-    covariance = (excess * xx / determinant, -excess * x / determinant, excess * n / determinant)
-    return StepFit(num_micro_batches, fixed_s, micro_s, covariance)
+        fixed_s = 0.0
+        micro_s = np.average(times_s / shares, weights=(weights * shares) ** 2)
+    residual = (((fixed_s + micro_s * shares - times_s) * weights) ** 2).sum()
+    if len(shares) > 2:
+        covariance *= max(1.0, residual / (len(shares) - 2))
+    return StepFit(num_micro_batches, float(fixed_s), float(micro_s), covariance.tolist())
