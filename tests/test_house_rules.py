@@ -62,14 +62,6 @@ BANNED_NAMES = {
 }
 
 
-def read_exports() -> dict[str, str]:
-    """Public name of `samestep` -> the module that holds it."""
-    for node in ast.walk(parse_source()["__init__.py"]):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_EXPORTS":
-            return {str(key): str(value) for key, value in ast.literal_eval(node.value).items()}
-    raise AssertionError("samestep/__init__.py has no _EXPORTS")
-
-
 def name_of(path: str) -> str:
     """The full name of a module, such as "samestep.plan.tree". `__init__.py` has the name of its package."""
     return ".".join(["samestep", *path.removesuffix(".py").removesuffix("__init__").split("/")]).strip(".")
@@ -199,9 +191,3 @@ def test_importing_it_imports_nothing_slow(name: str) -> None:
     assert not (slow := done.stdout.strip()), (
         f"import {name} imports {slow}: do that inside the function that needs it (-X importtime shows where)"
     )
-
-
-# The first test of a process that needs it parses the whole source: 21 s, and 26 s on a busy machine.
-def test_what_samestep_exports_has_a_module() -> None:
-    known = {name_of(path) for path in parse_source()}
-    assert {*read_exports().values()} <= known

@@ -206,22 +206,12 @@ def explain(error: Error | OSError | ModuleNotFoundError) -> Error | None:
         sentence = f"this needs {error.name}, which is not installed: install samestep again"
         return MissingPackage(sentence) if is_own else None
     full = (errno.ENOSPC, errno.EDQUOT)
-    refused = (
-        errno.ENAMETOOLONG,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOTDIR,
-        errno.ENOTEMPTY,
-        errno.ELOOP,
-        errno.EFBIG,
-    )
     if error.filename is not None and error.errno in full:
         advice = "make room there, or name another directory (by TMPDIR, for temporary files)"
         return Error(f"{error.filename} cannot be written ({error.strerror}): {advice}", code="SS113")
-    if error.filename is not None and error.errno in refused:
+    if error.filename is not None:
         return Error(f"{error.filename} cannot be used ({error.strerror}): name another", code="SS112")
-    if error.filename is None and error.errno in (*full, errno.EFBIG, errno.EIO):
+    if error.errno in (*full, errno.EFBIG, errno.EIO):
         sentence = f"the output cannot be written ({error.strerror}): make room, or send it elsewhere"
         return Error(sentence, code="SS113")
     return None
