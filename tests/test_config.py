@@ -14,10 +14,10 @@ from samestep.world.environment import read_overrides
 @pytest.mark.parametrize(
     ("text", "every"),
     [
-        (10, Interval(steps=10)), ("10", Interval(steps=10)), ("10steps", Interval(steps=10)),
-        ("1 step", Interval(steps=1)),
-        ("2epochs", Interval(epochs=2)), ("1epoch", Interval(epochs=1)), (" 3 epochs ", Interval(epochs=3)),
-        ("30min", Interval(seconds=1800)), ("90 s", Interval(seconds=90)), ("2h", Interval(seconds=7200)),
+        (10, Interval(10)), ("10", Interval(10)), ("10steps", Interval(10)),
+        ("1 step", Interval(1)),
+        ("2epochs", Interval(2, "epochs")), ("1epoch", Interval(1, "epochs")), (" 3 epochs ", Interval(3, "epochs")),
+        ("30min", Interval(1800, "s")), ("90 s", Interval(90, "s")), ("2h", Interval(7200, "s")),
         (None, None), ("never", None),
     ],
 )  # fmt: skip
@@ -39,20 +39,20 @@ def test_a_message_names_only_what_the_option_takes(text: str) -> None:
 
 
 def test_steps_are_due_anywhere() -> None:
-    every = Interval(steps=3)
+    every = Interval(3)
     assert [step for step in range(10) if every.is_due(step)] == [3, 6, 9]
     assert every.is_due(6, 2)
     assert not every.is_due(7, 2)
 
 
 def test_epochs_are_due_at_their_ends() -> None:
-    every = Interval(epochs=2)
+    every = Interval(2, "epochs")
     assert not any(every.is_due(step) for step in range(10))
     assert [epochs for epochs in range(7) if every.is_due(5 * epochs, epochs)] == [2, 4, 6]
 
 
 def test_a_time_is_not_due_by_what_was_done() -> None:
-    assert not any(Interval(seconds=1).is_due(step, epochs) for step in range(10) for epochs in (None, 1, 2))
+    assert not any(Interval(1, "s").is_due(step, epochs) for step in range(10) for epochs in (None, 1, 2))
 
 
 @pytest.mark.parametrize("text", ["10", "2epochs", "30s"])

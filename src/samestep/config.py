@@ -7,7 +7,7 @@ The fields of `RunConfig` give each option its type, default, check and help tex
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -28,7 +28,7 @@ MAX_THREADS = 1 << 12
 
 Overrides = Mapping[str, Any]  # Options that were set outside the script, by name.
 
-_INTERVAL = re.compile(r"(\d+)\s*(steps?|epochs?|s|min|h)?")
+_INTERVAL = re.compile(r"(\d+)\s*(?:(step|epoch)s?|(s|min|h))?")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
@@ -81,17 +81,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval in steps, epochs or seconds. Two of the three are None."""
+    """An interval of some "steps", "epochs" or seconds ("s")."""
 
-    steps: int | None = None
-    epochs: int | None = None
-    seconds: int | None = None
+    count: int
+    unit: str = "steps"
 
     def __str__(self) -> str:
         """Return the interval as a user writes it: "10", "2epochs" or "30s"."""
-        if self.steps:
-            return f"{self.steps}"
-        return f"{self.epochs}epochs" if self.epochs else f"{self.seconds}s"
+        return f"{self.count}{self.unit}".removesuffix("steps")
 
     def is_due(self, step: int, epochs_done: int | None = None) -> bool:
         """Return whether the interval ends at this position. One in seconds never does; see `has_passed`.
@@ -100,45 +97,45 @@ class Interval:
             step: number of completed steps.
             epochs_done: number of completed epochs; None except at the end of an epoch.
         """
-        if self.steps is not None:
-            return step > 0 and step % self.steps == 0
-        return bool(self.epochs and epochs_done and epochs_done % self.epochs == 0)
+        done = {"steps": step, "epochs": epochs_done}.get(self.unit)
+        return bool(done and done % self.count == 0)
 
     def has_passed(self, elapsed_s: float) -> bool:
         """Return whether this is an interval in seconds of at most `elapsed_s`."""
-        return self.seconds is not None and elapsed_s >= self.seconds
+        return self.unit == "s" and elapsed_s >= self.count
 
 
-_ANY = "give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, or never"
-_STEPS = "give a number of steps such as 100, or never"  # checked steps load further samples, so they are planned ahead
-_NO_TIME = "give a number of steps such as 10, of epochs such as 2epochs, or never"
-_ALWAYS = "give a number of steps such as 10, or of epochs such as 1epochs"
+# What an option with an interval may take -> an example for its message.
+_EXAMPLES = {
+    "steps": "a number of steps such as 10",
+    "epochs": "of epochs such as 2epochs",
+    "s": "a time such as 30min",
+    "never": "never",
+}
 
 
-def parse_interval(name: str, value: Any, allowed: str = _ANY) -> Interval | None:
+def parse_interval(name: str, value: Any, *, allowed: Collection[str] = tuple(_EXAMPLES)) -> Interval | None:
     """Parse an interval.
 
     10, "10" and "10steps" are steps, "2epochs" is epochs, "30min" (s, min, h) is a time; None and "never" give None.
 
     Args:
         name: name of the option, for the message.
-        allowed: end of the message.
+        allowed: units of `Interval`, and "never".
 
     Raises:
-        Error: the value is none of these, or none of those that `allowed` names.
+        Error: the value is none of these.
     """
-    if value in (None, "never") and allowed != _ALWAYS:
+    if value in (None, "never") and "never" in allowed:
         return None
     match = None if isinstance(value, bool) else _INTERVAL.fullmatch(str(value).strip())
-    unit = (match and match[2]) or "steps"
-    is_steps = unit.startswith("step")
-    is_refused = (allowed == _STEPS and not is_steps) or (allowed != _ANY and unit in _SECONDS)
-    if match is None or int(match[1]) == 0 or is_refused:
-        raise InvalidValue(f"{name} is {value!r}: {allowed}", code="SS101")
-    count = int(match[1])
-    if unit in _SECONDS:
-        return Interval(seconds=count * _SECONDS[unit])
-    return Interval(steps=count) if is_steps else Interval(epochs=count)
+    if match is not None and int(match[1]) > 0:
+        unit = match[2] or match[3] or "step"
+        interval = Interval(int(match[1]) * _SECONDS.get(unit, 1), "s" if unit in _SECONDS else f"{unit}s")
+        if interval.unit in allowed:
+            return interval
+    *others, last = [_EXAMPLES[each] for each in allowed]
+    raise InvalidValue(f"{name} is {value!r}: give {', '.join(others)}, or {last}", code="SS101")
 
 
 def is_url(run_dir: object) -> bool:
@@ -394,7 +391,7 @@ class RunConfig:
             str,
             "E",
             "interval of rows in metrics.jsonl: 10 (steps) or 1epochs",
-            partial(parse_interval, allowed=_ALWAYS),
+            partial(parse_interval, allowed=("steps", "epochs")),
         ),
     ]
     compare_every: Annotated[
@@ -403,7 +400,7 @@ class RunConfig:
             str,
             "E",
             "interval of replica checks (comparing the ranks' models): 100 (steps), 1epochs or never",
-            partial(parse_interval, allowed=_NO_TIME),
+            partial(parse_interval, allowed=("steps", "epochs", "never")),
         ),
     ]
     check_compute_every: Annotated[
@@ -412,7 +409,8 @@ class RunConfig:
             str,
             "N",
             "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; default: never",
-            partial(parse_interval, allowed=_STEPS),
+            # Checked steps load further samples, so they are planned ahead.
+            partial(parse_interval, allowed=("steps", "never")),
             interceptor="samestep.checks.second_opinion:SecondOpinion",
         ),
     ]

@@ -88,8 +88,7 @@ class SecondOpinion(Interceptor):
         super().__init__(context, options)
         every = context.config.check_compute_every
         assert every is not None
-        assert every.steps is not None
-        self._every = every.steps
+        self._every = every.count
         self._checks: Sequence[ComputeCheck] = ()
         # Of the micro-batches that two ranks compute: the batch, and checksums of the results, on the device.
         self._batches: dict[int, Any] = {}

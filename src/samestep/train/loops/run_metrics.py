@@ -94,8 +94,7 @@ class RunMetrics(StepObserver):
             step.result.checksums.append(self.partial_checksums.add(own) if is_divided else own)
         every = self._context.config.log_every
         steps_done = step.number + 1
-        epochs_done = self._plan.epochs_done(steps_done) if every.epochs else None
-        self._is_logged = every.is_due(steps_done, epochs_done)
+        self._is_logged = every.is_due(steps_done, self._plan.epochs_done(steps_done))
         if self._is_logged:
             self._rates = learning_rates(self._prepared.objects)
 
