@@ -72,6 +72,10 @@ def list_files(run: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
 
 
+def link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
 def read_samples(home: Path, step: int) -> list[int]:
     printed = samestep_command("inspect", "run", "--samples", "--json", cwd=home).stdout
     samples: list[int] = json.loads(printed)["steps"][step]["samples"]
@@ -111,39 +115,16 @@ def test_a_step_of_a_sharded_run(tmp_path: Path, shard: str) -> None:
     assert "micro-batch 3 of 4: 4 samples" in replay(tmp_path, "--step", 10, "--micro-batch", 3, "train.py")
 
 
-@pytest.mark.parametrize(
-    ("name", "plant", "said"),
-    [
-        ("orders/epoch-00000009.npy", lambda path: path.symlink_to("/etc/passwd"), "is a symbolic link"),
-        ("orders/epoch-00000009.npy", os.mkfifo, "is not a regular file"),
-        ("run.json", lambda path: change(path, "arguments", ["a\0b"]), "run.json"),
-        ("run.json", lambda path: change(path, "arguments", ["\ud800"]), "run.json"),
-        ("run.json", lambda path: change(path, "batch_size", "x"), "cannot be read as JSON (numbers."),
-        ("status.json", lambda path: change(path, "samples_per_s", "x"), ""),
-    ],
-)
-def test_a_hostile_run(home: Path, tmp_path: Path, name: str, plant: Callable[[Path], object], said: str) -> None:
+@pytest.mark.parametrize(("plant", "said"), [(os.mkfifo, "is not a regular file"), (link, "is a symbolic link")])
+def test_a_hostile_run(home: Path, tmp_path: Path, plant: Callable[[Path], object], said: str) -> None:
     """It is refused in one sentence, and links and devices in it are not read."""
     shutil.copytree(home / "run", tmp_path / "run")
     shutil.copy(home / "train.py", tmp_path)
-    path = tmp_path / "run" / name
-    path.parent.mkdir(exist_ok=True)
-    plant(path)
-    done = samestep_command("replay", "run", "--step", 9, "train.py", *ARGUMENTS, cwd=tmp_path)
-    check(done, 2 if said else 0)
+    (tmp_path / "run/orders").mkdir(exist_ok=True)
+    plant(tmp_path / "run/orders/epoch-00000009.npy")
+    done = check(samestep_command("replay", "run", "--step", "9", "train.py", *ARGUMENTS, cwd=tmp_path), 2)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def change(path: Path, key: str, value: object) -> None:
-    """Replace the value of a key at any depth of a JSON file."""
-
-    def visit(found: object) -> object:
-        if not isinstance(found, dict):
-            return found
-        return {name: value if name == key else visit(inner) for name, inner in found.items()}
-
-    path.write_text(json.dumps(visit(json.loads(path.read_text()))))
 
 
 def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) -> None:
@@ -236,14 +217,15 @@ def test_what_was_compared_in_words() -> None:
     entries = [Entry(step, 0, 16, 7, loss=1, gradient=2) for step in range(3)]
     last = Entry(2, 0, 16, 7)
     which = "the bits of steps 0 to 1 agree with the run's ledger: samples, loss and gradient; of step 2, the samples"
-    assert compare_bits([*entries[:2], last], entries) == (which, True)
-    assert compare_bits([last._replace(fingerprint=8)], entries[2:]) == (
+    ledger = dict(enumerate(entries))
+    assert compare_bits([*entries[:2], last], ledger) == (which, True)
+    assert compare_bits([last._replace(fingerprint=8)], ledger) == (
         "the bits DIFFER from step 2 on: other samples", False
     )  # fmt: skip
     zero = [entries[2]._replace(loss=0)]
     differ = f"the bits DIFFER from step 2 on: the loss is 0.0 in the replay and {to_float(1)!r} in the run"
-    assert compare_bits(zero, entries[2:]) == (differ, False)
-    assert compare_bits([last], []) == ("no bits were compared: the run's ledger has none of these steps", True)
+    assert compare_bits(zero, ledger) == (differ, False)
+    assert compare_bits([last], {}) == ("no bits were compared: the run's ledger has none of these steps", True)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +235,6 @@ def test_what_was_compared_in_words() -> None:
         (["--step", "12", "train.py"], "the ledger of run has steps 0 to 11: there is no step 12"),
         (["train.py"], "replay needs the step: --step S, counted from 0"),
         (["--step", "3", "--micro-batch", "-1", "train.py"], "--micro-batch"),
-        (["--step", "3", "--nproc-per-node", "99", "train.py"], "--nproc-per-node 99 is more than the "),
         (["--step", "3", "missing.py"], "there is no script missing.py"),
     ],
 )

@@ -64,12 +64,13 @@ class Replay(Tracer):
             self._finish(step, {**self._result, "samples": indices})
 
     def _finish(self, step: Step, result: dict[str, Any]) -> NoReturn:
+        computed = dict(pair for theirs in self.context.group.gather([*self._losses.items()]) for pair in theirs)
         if self._is_alone or (self._micro_batch is None and self.context.rank == 0):
             machine = describe_machine(self.context.config, self.context.device)
             about = {"machine": machine, "git": read_commit(), "script": describe_script()}
-            self.write({"result": {"epoch": step.epoch, "sizes": step.sizes, **result}, "about": about})
-        if not self._is_alone and self._micro_batch is None:
-            self.write({"losses": list(self._losses.items())})
+            losses = [computed.get(v, []) for v in range(len(step.sizes))]
+            result = {"epoch": step.epoch, "sizes": step.sizes, "losses": losses, **result}
+            self.write({"result": result, "about": about})
         self.context.group.gather_number(0)  # a rank that ends earlier would count as lost
         leave(0)
 

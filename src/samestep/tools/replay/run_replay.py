@@ -58,15 +58,15 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     micro_batch = values.get("micro_batch")
     with exiting_on_sigterm(), open_workdir("replay-") as scratch, open_run(run) as directory:
         record = read_run(directory, run)
-        _check(run, directory, record, values)
+        _check(run, directory, record, step)
         snapshot = _choose(Store(directory), step, record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
         _copy_run(directory, scratch / "run", snapshot)
         lines = _compute(target, scratch, record, values, first)
         if (last := next((line for line in lines if "result" in line), None)) is None:
             raise _explain(target, run, scratch, values)
-        wanted = [*islice(read_records(directory / LEDGER, first=first), step + 1 - first)]
-        around = read_losses(directory / LEDGER, step)
+        begin = max(min(first, step - 1), 0)
+        ledger = dict(enumerate(islice(read_records(directory / LEDGER, first=begin), step + 2 - begin), begin))
     about = last["about"]
     result = last["result"]
     changes = {name: describe_changes(record.get(name) or now, now) for name, now in about.items()}
@@ -78,12 +78,10 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
         for line in lines
         if "loss" in line
     ]
-    if micro_batch is None:
-        computed = dict(pair for line in lines for pair in line.get("losses", ()))
-        result["losses"] = [computed.get(v, []) for v in range(len(result["sizes"]))]
-    else:  # of its step, only the samples are known
+    if micro_batch is not None:  # of its step, only the samples are known
         found.append(Entry(step, 0, result["num_samples"], result["fingerprint"]))
-    sentence, is_same = compare_bits(found, wanted)
+    sentence, is_same = compare_bits(found, ledger)
+    around = {n: to_float(ledger[n].loss) for n in range(step - 1, step + 2) if n in ledger and ledger[n].has_bits}
     if values.get("json"):
         facts = {"step": step, "micro_batch": micro_batch, "first_step": first, "changed": changes}
         facts |= {"metrics_step": step + 1, "recorded_losses": around}
@@ -94,24 +92,16 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     return 0 if is_same else 1
 
 
-def _check(run: str, directory: Path, record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise Error if the run has not made this step, or has too few micro-batches for the ranks."""
+def _check(run: str, directory: Path, record: Mapping[str, Any], step: int) -> None:
+    """Raise Error if the run has not made this step."""
     num_steps = count_records(directory / LEDGER)
     is_done = read_or_empty(directory / STATUS).get("status") == "done"  # else one more step may have failed
-    if values["step"] > num_steps - is_done:
+    if step > num_steps - is_done:
         which = f"steps 0 to {num_steps - 1}" if num_steps else "no steps"
-        raise Error(f"the ledger of {run} has {which}: there is no step {values['step']} to replay", code="SS709")
+        raise Error(f"the ledger of {run} has {which}: there is no step {step} to replay", code="SS709")
     continues = record.get("continues", {"step": 0})
-    if values["step"] < continues["step"]:
-        raise Error(f"step {values['step']} of {run} was made in {continues['run']}: replay it there", code="SS709")
-    numbers = record.get("numbers", {})
-    most = max(numbers.get("batch_size", 1) // numbers.get("micro_batch_size", 1), 1)
-    if (num_ranks := values.get("nproc_per_node", 1)) > most:
-        raise Error(
-            f"--nproc-per-node {num_ranks} is more than the {most} micro-batches of a step of {run}: give at most "
-            f"{most}",
-            code="SS109",
-        )
+    if step < continues["step"]:
+        raise Error(f"step {step} of {run} was made in {continues['run']}: replay it there", code="SS709")
 
 
 def _copy_run(directory: Path, run_dir: Path, snapshot: Snapshot | None) -> None:
@@ -184,31 +174,25 @@ def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
     return None
 
 
-def compare_bits(found: Sequence[Entry], wanted: Sequence[Entry]) -> tuple[str, bool]:
+def compare_bits(found: Sequence[Entry], ledger: Mapping[int, Entry]) -> tuple[str, bool]:
     """Compare replayed steps with the run's records. Returns a message, and whether all are equal.
 
     Args:
         found: consecutive steps. The last one may have only samples, without bits.
-        wanted: the run's records from the same step on.
+        ledger: step -> the run's record.
     """
-    pairs = [(one, other) for one, other in zip(found, wanted, strict=False) if other.num_samples]
+    pairs = [(one, ledger[one.step]) for one in found if one.step in ledger and ledger[one.step].num_samples]
     for one, other in pairs:
         if differences := describe_difference(one, other, ("in the replay", "in the run")):
             return f"the bits DIFFER from step {one.step} on: {'; '.join(differences)}", False
     if not pairs:
         return "no bits were compared: the run's ledger has none of these steps", True
-    steps, others = ([one.step for one, _ in pairs if one.has_bits is is_whole] for is_whole in (True, False))
-    if not steps:
+    whole = [one.step for one, _ in pairs if one.has_bits]
+    others = [one.step for one, _ in pairs if not one.has_bits]
+    if not whole:
         return f"the samples of {_name_steps(others)} agree with the run's ledger", True
     rest = f"; of {_name_steps(others)}, the samples" if others else ""
-    return f"the bits of {_name_steps(steps)} agree with the run's ledger: samples, loss and gradient{rest}", True
-
-
-def read_losses(ledger: Path, step: int) -> dict[int, float]:
-    """Return the losses that a run recorded for a step and its neighbours, by step."""
-    first = max(step - 1, 0)
-    entries = islice(read_records(ledger, first=first), step + 2 - first)
-    return {number: to_float(entry.loss) for number, entry in enumerate(entries, first) if entry.has_bits}
+    return f"the bits of {_name_steps(whole)} agree with the run's ledger: samples, loss and gradient{rest}", True
 
 
 def _name_steps(steps: Sequence[int]) -> str:
@@ -216,7 +200,7 @@ def _name_steps(steps: Sequence[int]) -> str:
 
 
 def _print_result(step: int, micro_batch: int | None, result: Mapping[str, Any], recorded: Mapping[int, float]) -> None:
-    """Print the result. `recorded`: from `read_losses`."""
+    """Print the result. `recorded`: the losses of this step and its neighbours in the run."""
     sizes = result["sizes"]
     print(f'step {step}, counted from 0, is "step": {step + 1} in {METRICS} and trackers, which count from 1')
     if recorded:
