@@ -1,7 +1,7 @@
 """Trains a LightningModule with a samestep run, in place of Lightning's Trainer. Does not import Lightning."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
@@ -31,6 +31,8 @@ NOT_CALLED = (
 )
 FLAGS = {"validation": "validating", "test": "testing"}
 PARTS = "parts of metrics"
+TRAINING = "training"
+EVALUATION = "evaluation"
 
 
 @dataclass
@@ -113,16 +115,18 @@ class Logs:
         plain: names of a step's and an epoch's value, where `self.log` gave one name for both -> that name.
         metrics: the metrics of torchmetrics.
         of_metrics: names of metrics whose values over the training epoch are wanted.
-        in_training_step, in_micro_batch: where the module is.
+        step_of: TRAINING or EVALUATION while the module runs a step of it, else "".
     """
 
-    def __init__(self, run: Run, module: Any) -> None:
+    def __init__(self, run: Run, trainer: Trainer) -> None:
+        self._trainer = trainer
         self.values: dict[str, tuple[Any, int | None]] = {}
         self.of_epoch: dict[str, str] = {}
         self.plain: dict[str, str] = {}
+        module = trainer.lightning_module
         self.metrics = Metrics(module)
         self.of_metrics: dict[str, str] = {}
-        self.in_training_step = self.in_micro_batch = False
+        self.step_of = ""
         module.log = self.log
         module.log_dict = self.log_dict
         module.print = run.print
@@ -140,14 +144,14 @@ class Logs:
         **__: Any,
     ) -> None:
         """Like `LightningModule.log`. Values are averaged over all ranks, as with `sync_dist=True`."""
-        in_step = self.in_training_step
+        in_step = self.step_of == TRAINING
         on_step = in_step if on_step is None else on_step
         on_epoch = not in_step if on_epoch is None else on_epoch
         of_step, of_epoch = (f"{name}_step", f"{name}_epoch") if on_step and on_epoch else (name, name)
         if on_step and on_epoch:
             self.plain |= {of_step: name, of_epoch: name}
         if is_metric(value):
-            if self.in_micro_batch:
+            if self.step_of:
                 self.metrics.log(value, of_step if on_step and in_step else None, of_epoch if on_epoch else None)
                 return
             value = self.metrics.compute_now(name, value)
@@ -179,9 +183,11 @@ class Logs:
         """Return the values that hooks outside of micro-batches have logged, and forget them."""
         return {name: float(value) for name, (value, _) in self.take().items()}
 
-    def with_plain(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the values for `Trainer.callback_metrics`: also under the names given to `self.log`."""
-        return {**values, **{self.plain[name]: value for name, value in values.items() if name in self.plain}}
+    def show(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Add values to `Trainer.callback_metrics`, also under the names given to `self.log`. Returns these."""
+        shown = {**values, **{self.plain[name]: value for name, value in values.items() if name in self.plain}}
+        self._trainer.callback_metrics |= shown
+        return shown
 
 
 def fit(
@@ -315,11 +321,11 @@ def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]
         raise InvalidValue(
             f"{stage} got no data: pass them, or a LightningDataModule with {kind}_dataloader", code="SS802"
         )
-    logs = Logs(run, module)
+    logs = Logs(run, trainer)
     values = _evaluate(run, trainer, "validation" if stage == "validate" else stage, loader, logs)
     run.log(values)
     _tear_down(trainer, stage)
-    return logs.with_plain(values)
+    return logs.show(values)
 
 
 def _set_up(run: Run, trainer: Trainer, stage: str) -> None:
@@ -378,16 +384,15 @@ def _check_single(loader: Any) -> None:
 def _log_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, val_loader: Any) -> None:
     """Validate after an epoch, and record what the module logged."""
     values = {name: epoch.metrics[of_step] for of_step, name in logs.of_epoch.items()}
-    trainer.callback_metrics |= logs.with_plain(values)
+    values |= logs.metrics.compute(logs.of_metrics)
+    logs.show(values)
     if val_loader is not None:
         values |= _evaluate(run, trainer, "validation", val_loader, logs)
-    values |= logs.metrics.compute(logs.of_metrics)
-    trainer.callback_metrics |= logs.with_plain(values)
     trainer.call("on_train_epoch_end")
     values |= logs.take_numbers()
     logs.metrics.reset(logs.of_metrics)
     logs.of_metrics = {}
-    trainer.callback_metrics |= logs.with_plain(values)
+    logs.show(values)
     if values:
         run.log(values)
 
@@ -396,7 +401,7 @@ def _prepare(run: Run, trainer: Trainer) -> Logs:
     """Call the hooks before the training, and prepare the objects that they create."""
     module = trainer.lightning_module
     module.configure_model()
-    logs = Logs(run, module)
+    logs = Logs(run, trainer)
     optimizer, schedules = _configure(module)
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     named = {f"scheduler{i or ''}": each.scheduler for i, each in enumerate(schedules)}
@@ -481,11 +486,11 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
     for step in epoch:
         trainer.global_step = step.number
         logs.metrics.hold()
-        logs.in_training_step = logs.in_micro_batch = True
+        logs.step_of = TRAINING
         parts = {}
         for batch in step:
             parts[step.micro_batch] = _run_micro_batch(run, trainer, step, batch, logs)
-        logs.in_training_step = logs.in_micro_batch = False
+        logs.step_of = ""
         if logs.metrics:
             values, of_epoch = logs.metrics.fold(step.gather(parts))
             logs.of_metrics |= of_epoch
@@ -496,7 +501,7 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
         if gradient_clip_val is not None:
             run.clip_grad_norm_(module.parameters(), gradient_clip_val)
         optimizer.step()
-        trainer.callback_metrics |= logs.with_plain(step.metrics)
+        logs.show(step.metrics)
         _step(trainer.lr_scheduler_configs, "step", step.number, trainer.callback_metrics)
     trainer.global_step = run.steps_done
     trainer.training = False
@@ -529,23 +534,6 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loader: Any, logs: Logs) ->
     trainer.call(f"on_{kind}_start")
     trainer.call(f"on_{kind}_epoch_start")
     metrics.hold()
-    logs.in_micro_batch = True
-    values: dict[str, Any] = run.evaluate(_build_score(run, trainer, kind, logs), loader)
-    logs.in_micro_batch = False
-    _, of_metrics = metrics.fold(values.pop(PARTS, []))
-    values |= metrics.compute(of_metrics)
-    trainer.callback_metrics |= logs.with_plain(values)
-    trainer.call(f"on_{kind}_epoch_end")
-    values |= logs.take_numbers()
-    metrics.reset(of_metrics)
-    trainer.callback_metrics |= logs.with_plain(values)
-    trainer.call(f"on_{kind}_end")
-    setattr(trainer, FLAGS[kind], False)
-    return values
-
-
-def _build_score(run: Run, trainer: Trainer, kind: str, logs: Logs) -> Callable[[Any], dict[str, Any]]:
-    """Return the function for `run.evaluate`."""
     numbers = count()  # of this rank: other ranks have different micro-batches
 
     def score(batch: Any) -> dict[str, Any]:
@@ -557,11 +545,23 @@ def _build_score(run: Run, trainer: Trainer, kind: str, logs: Logs) -> Callable[
         scores: dict[str, Any] = {
             name: value if size is None else (value, size) for name, (value, size) in logs.take().items()
         }
-        if logs.metrics:
-            scores[PARTS] = PerMicroBatch(logs.metrics.take())
+        if metrics:
+            scores[PARTS] = PerMicroBatch(metrics.take())
         return scores
 
-    return score
+    logs.step_of = EVALUATION
+    values: dict[str, Any] = run.evaluate(score, loader)
+    logs.step_of = ""
+    _, of_metrics = metrics.fold(values.pop(PARTS, []))
+    values |= metrics.compute(of_metrics)
+    logs.show(values)
+    trainer.call(f"on_{kind}_epoch_end")
+    values |= logs.take_numbers()
+    metrics.reset(of_metrics)
+    logs.show(values)
+    trainer.call(f"on_{kind}_end")
+    setattr(trainer, FLAGS[kind], False)
+    return values
 
 
 def _keep_best(run: Run, trainer: Trainer, monitor: str | None, sign: int, epoch: int, patience: int | None) -> None:
