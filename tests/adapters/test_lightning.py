@@ -165,7 +165,7 @@ def merge_means() -> float:
     module, parts = nn.Module(), []
     module.mean = Mean()
     metrics = Metrics(module)
-    metrics.hold()
+    metrics.set_aside()
     for values in ([1.0, 2.0, 3.0], [4.0]):
         for value in values:
             module.mean.update(value)

@@ -18,7 +18,7 @@ from samestep.train.loops.evaluate import PerMicroBatch
 
 __all__ = ["fit", "test", "validate"]
 
-# Methods of a LightningModule that replace a part of Lightning's loop, which does not run here.
+# Methods of a LightningModule that replace steps of Lightning's loop, which does not run here.
 NOT_CALLED = (
     "backward",
     "configure_gradient_clipping",
@@ -30,7 +30,7 @@ NOT_CALLED = (
     "transfer_batch_to_device",
 )
 FLAGS = {"validation": "validating", "test": "testing"}
-PARTS = "parts of metrics"
+OF_METRICS = "states of metrics"
 TRAINING = "training"
 EVALUATION = "evaluation"
 
@@ -69,7 +69,7 @@ class Trainer(SimpleNamespace):
         should_stop: set it to end the run after the epoch.
     """
 
-    def __init__(self, run: Run, max_epochs: int, **parts: Any) -> None:
+    def __init__(self, run: Run, max_epochs: int, **more: Any) -> None:
         super().__init__(
             max_epochs=max_epochs,
             current_epoch=0,
@@ -91,7 +91,7 @@ class Trainer(SimpleNamespace):
             sanity_checking=False,
             default_root_dir=str(run.dir),
             state=SimpleNamespace(fn="fit"),
-            **parts,
+            **more,
         )
         self.lightning_module.trainer = self
 
@@ -331,12 +331,12 @@ def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]
 def _set_up(run: Run, trainer: Trainer, stage: str) -> None:
     """Prepare the data on one rank per host, and call `setup`."""
     own = [] if trainer.datamodule is None else [trainer.datamodule]
-    parts = [*own, trainer.lightning_module]
+    owners = [*own, trainer.lightning_module]
 
     def prepare_data() -> None:
-        for part in parts:
-            if run.rank == 0 or part.prepare_data_per_node:
-                part.prepare_data()
+        for owner in owners:
+            if run.rank == 0 or owner.prepare_data_per_node:
+                owner.prepare_data()
 
     run.once(prepare_data)
     if run.rank > 0 and run.local_rank == 0:
@@ -485,14 +485,14 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
     trainer.call("on_train_epoch_start")
     for step in epoch:
         trainer.global_step = step.number
-        logs.metrics.hold()
+        logs.metrics.set_aside()
         logs.step_of = TRAINING
-        parts = {}
+        states = {}
         for batch in step:
-            parts[step.micro_batch] = _run_micro_batch(run, trainer, step, batch, logs)
+            states[step.micro_batch] = _run_micro_batch(run, trainer, step, batch, logs)
         logs.step_of = ""
         if logs.metrics:
-            values, of_epoch = logs.metrics.fold(step.gather(parts))
+            values, of_epoch = logs.metrics.fold(step.gather(states))
             logs.of_metrics |= of_epoch
             if values:
                 step.log(values)
@@ -508,7 +508,7 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
 
 
 def _run_micro_batch(run: Run, trainer: Trainer, step: Any, batch: Any, logs: Logs) -> list[Any]:
-    """Run `training_step` and the backward pass. Returns the part of the metrics."""
+    """Run `training_step` and the backward pass. Returns the states of the metrics."""
     trainer.call("on_train_batch_start", batch, step.number)
     with run.autocast():
         output = trainer.lightning_module.training_step(batch, step.number)
@@ -533,7 +533,7 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loader: Any, logs: Logs) ->
     setattr(trainer, FLAGS[kind], True)
     trainer.call(f"on_{kind}_start")
     trainer.call(f"on_{kind}_epoch_start")
-    metrics.hold()
+    metrics.set_aside()
     numbers = count()  # of this rank: other ranks have different micro-batches
 
     def score(batch: Any) -> dict[str, Any]:
@@ -546,13 +546,13 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loader: Any, logs: Logs) ->
             name: value if size is None else (value, size) for name, (value, size) in logs.take().items()
         }
         if metrics:
-            scores[PARTS] = PerMicroBatch(metrics.take())
+            scores[OF_METRICS] = PerMicroBatch(metrics.take())
         return scores
 
     logs.step_of = EVALUATION
     values: dict[str, Any] = run.evaluate(score, loader)
     logs.step_of = ""
-    _, of_metrics = metrics.fold(values.pop(PARTS, []))
+    _, of_metrics = metrics.fold(values.pop(OF_METRICS, []))
     values |= metrics.compute(of_metrics)
     logs.show(values)
     trainer.call(f"on_{kind}_epoch_end")

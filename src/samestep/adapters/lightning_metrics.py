@@ -16,22 +16,22 @@ class Metrics:
     """All metrics of a module; none if torchmetrics is not imported. Its `state_dict` is part of every snapshot.
 
     Each micro-batch begins with empty states. `merge_state` of torchmetrics then adds the states of all micro-batches
-    in their order, on every rank. A pass is `hold`, then `take` for each micro-batch, then `fold`.
+    in their order, on every rank. A pass is `set_aside`, then `take` for each micro-batch, then `fold`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         torchmetrics = sys.modules.get("torchmetrics")
         self._metrics: dict[str, Any] = {}
         if torchmetrics is not None:
-            for part in module.modules():
-                if isinstance(part, torchmetrics.MetricCollection):  # else only the first of a group has a state
-                    part._enable_compute_groups = False  # noqa: SLF001
-                    part.add_metrics({})
+            for layer in module.modules():
+                if isinstance(layer, torchmetrics.MetricCollection):  # else only the first of a group has a state
+                    layer._enable_compute_groups = False  # noqa: SLF001
+                    layer.add_metrics({})
             named = module.named_modules()
-            self._metrics = {path: part for path, part in named if isinstance(part, torchmetrics.Metric)}
+            self._metrics = {path: layer for path, layer in named if isinstance(layer, torchmetrics.Metric)}
         for metric in self._metrics.values():
             metric.distributed_available_fn = _is_never_distributed  # else it would reduce its state over ranks
-        self._held: dict[str, State] = {}
+        self._aside: dict[str, State] = {}
         self._of_step = Names()
         self._of_epoch = Names()
         self._logged = Names()
@@ -60,9 +60,9 @@ class Metrics:
             self._metrics[path].reset()
         self._logged = {}
 
-    def hold(self) -> None:
+    def set_aside(self) -> None:
         """Put the states of the epoch so far aside, and empty all."""
-        self._held = {path: _read(metric) for path, metric in self._metrics.items()}
+        self._aside = {path: _read(metric) for path, metric in self._metrics.items()}
         self._clear()
 
     def _clear(self) -> None:
@@ -70,34 +70,34 @@ class Metrics:
             metric.reset()
 
     def take(self) -> list[Any]:
-        """Return the part of a micro-batch: the states that it has updated, on the CPU, and the names of `log`.
+        """Return those of a micro-batch: the states that it has updated, on the CPU, and the names of `log`.
 
         Empties all states, for the next micro-batch.
         """
-        part = [self.state_dict(), self._of_step, self._of_epoch]
+        taken = [self.state_dict(), self._of_step, self._of_epoch]
         self._of_step = {}
         self._of_epoch = {}
         self._clear()
-        return part
+        return taken
 
-    def fold(self, parts: Sequence[Sequence[Any]]) -> tuple[dict[str, float], Names]:
+    def fold(self, taken: Sequence[Sequence[Any]]) -> tuple[dict[str, float], Names]:
         """Add a pass to the states of the epoch. Returns the values over the pass, and the names of those of the epoch.
 
         Args:
-            parts: the results of `take` for all micro-batches, in their order.
+            taken: the results of `take` for all micro-batches, in their order.
         """
         of_step = Names()
         of_epoch = Names()
-        for _, step_names, epoch_names in parts:
+        for _, step_names, epoch_names in taken:
             of_step |= step_names
             of_epoch |= epoch_names
-        states = {path: [states[path] for states, *_ in parts if path in states] for path in self._metrics}
+        states = {path: [states[path] for states, *_ in taken if path in states] for path in self._metrics}
         for path, metric in self._metrics.items():
             _merge(metric, states[path])
         values = self.compute(of_step)
         for path, metric in self._metrics.items():
-            if self._held[path][0]:
-                _merge(metric, [self._held[path], *states[path]])
+            if self._aside[path][0]:
+                _merge(metric, [self._aside[path], *states[path]])
         return values, of_epoch
 
     def state_dict(self) -> dict[str, State]:

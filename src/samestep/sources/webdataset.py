@@ -101,14 +101,14 @@ class WebDataset:
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
         file, index = self._open(shard)
-        key, places = index[row]
+        key, ranges = index[row]
         num_bytes = self.shards[shard].num_bytes
-        if not _is_inside(key) or any(start + size > num_bytes for start, size in places.values()):
+        if not _is_inside(key) or any(start + size > num_bytes for start, size in ranges.values()):
             raise InvalidValue(
                 f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again",
                 code="SS310",
             )
-        sample: dict[str, Any] = {name: _read_bytes(file, *place) for name, place in places.items()}
+        sample: dict[str, Any] = {name: _read_bytes(file, *each) for name, each in ranges.items()}
         return sample | {KEY: key}
 
     def _open(self, shard: int) -> tuple[FileIO, Index]:

@@ -106,24 +106,24 @@ class _Audit:
 
     def list_confirmed(self) -> list[str]:
         """Describe what the audit has confirmed."""
-        parts = ["each step read its positions of the stream"] if self._plan.is_stream else []
+        found = ["each step read its positions of the stream"] if self._plan.is_stream else []
         if self._num_closed:
             how_often = "as often as in the sampler's order" if self._plan.has_sampler else "once"
             left_out = " except for the dropped tail" if self._plan.num_dropped else ""
             epochs = format_count(self._num_closed, "complete epoch")
-            parts.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
+            found.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
         if self._left:
-            parts.append(f"epoch {max(self._left)} is incomplete, no sample twice")
-        return parts
+            found.append(f"epoch {max(self._left)} is incomplete, no sample twice")
+        return found
 
 
-def summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
+def summarize(problems: Sequence[str], confirmed: Sequence[str]) -> str:
     """Format the result of `audit_samples`."""
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_NUM_SHOWN])
         more = len(problems) - _NUM_SHOWN
         return f"audit failed:{shown}" + (f"\n  and {more} more" if more > 0 else "")
-    return f"audit passed: {'; '.join(parts) or 'there are no steps yet'}"
+    return f"audit passed: {'; '.join(confirmed) or 'there are no steps yet'}"
 
 
 def audit_samples(
@@ -164,7 +164,7 @@ def audit_samples(
         audits[-1].problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
     return (
         [problem for audit in audits for problem in audit.problems],
-        [part for audit in audits for part in audit.list_confirmed()],
+        [each for audit in audits for each in audit.list_confirmed()],
     )
 
 
@@ -181,9 +181,9 @@ def show_samples(run: Path, record: Mapping[str, Any], *, is_json: bool) -> int:
         else:
             print(f"{step} epoch {epoch} {len(samples)}: {' '.join(map(str, samples))}")
 
-    problems, parts = audit_samples(run, record, show)
+    problems, confirmed = audit_samples(run, record, show)
     if is_json:
         print_json({"steps": steps, "audit": {"passed": not problems, "problems": problems}})
     else:
-        print(escape(summarize(problems, parts)))
+        print(escape(summarize(problems, confirmed)))
     return 1 if problems else 0

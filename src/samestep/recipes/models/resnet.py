@@ -97,8 +97,8 @@ class ResNet(nn.Module):
         for number, (name, depth) in enumerate(zip(self.stages, architecture.depths, strict=True)):
             width = architecture.width * 2**number
             blocks = []
-            for place in range(depth):
-                blocks.append(ResidualBlock(num_channels, width, stride=2 if number and not place else 1))
+            for block in range(depth):
+                blocks.append(ResidualBlock(num_channels, width, stride=2 if number and not block else 1))
                 num_channels = width
             self.add_module(name, nn.Sequential(*blocks))
         self.fc = nn.Linear(num_channels, num_classes)

@@ -53,14 +53,14 @@ def check_results(context: Context, group: Group) -> list[str]:
         given = (pattern + group.rank).float().to(group.device)
         total = given.clone()
         dist.all_reduce(total)
-        parts = [torch.empty_like(given[:num]) for _ in range(size)]
-        dist.all_gather(parts, given[:num])
+        gathered = [torch.empty_like(given[:num]) for _ in range(size)]
+        dist.all_gather(gathered, given[:num])
         shares = torch.empty_like(given)
         dist.all_to_all_single(shares, given)
         own = pattern[group.rank * num :][:num]
         expected = {
             "all-reduce": (total, pattern * size + size * (size - 1) // 2),
-            "all-gather": (torch.cat(parts), torch.cat([pattern[:num] + rank for rank in range(size)])),
+            "all-gather": (torch.cat(gathered), torch.cat([pattern[:num] + rank for rank in range(size)])),
             "all-to-all": (shares, torch.cat([own + rank for rank in range(size)])),
         }
         for name, (found, wanted) in expected.items():

@@ -151,9 +151,9 @@ class _NonFinite:
         ]
         self.has_forward = self._has_backward = False
         self._hooks = [
-            part.register_forward_hook(partial(self._look, f"{name}.{path}".rstrip(".")))
+            layer.register_forward_hook(partial(self._look, f"{name}.{path}".rstrip(".")))
             for name, module in modules.items()
-            for path, part in module.named_modules()
+            for path, layer in module.named_modules()
         ]
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:

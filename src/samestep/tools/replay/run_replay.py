@@ -150,8 +150,8 @@ def _explain(target: Target, run: str, scratch: Path, values: Mapping[str, Any])
     """Return the error of a replay that did not reach the step."""
     text = read_tail(scratch / "output").replace(str(scratch / "run"), run)
     if errors := find_errors(text):
-        place = re.search(r"in micro-batch (\d+)", errors[-1])
-        hint = f"; --micro-batch {place[1]} describes it" if place and "micro_batch" not in values else ""
+        found = re.search(r"in micro-batch (\d+)", errors[-1])
+        hint = f"; --micro-batch {found[1]} describes it" if found and "micro_batch" not in values else ""
         return Error(f"step {values['step']} cannot be replayed: {errors[-1]}{hint}", code="SS710")
     print("\n".join(text.rstrip().splitlines()[-SHOWN_LINES:]), file=sys.stderr)
     name = target.name.removeprefix("samestep.recipes.")

@@ -135,11 +135,11 @@ def find_marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def decimate(x: Floats, y: Floats, num_buckets: int) -> tuple[Floats, Floats]:
-    """Reduce a curve to the smallest and largest y of each of `num_buckets` equal parts of the x axis.
+    """Reduce a curve to the smallest and largest y of each of `num_buckets` equal ranges of the x axis.
 
     Args:
         x: not decreasing.
-        y: as long as x. nan is kept only in parts without any other value.
+        y: as long as x. nan is kept only in ranges without any other value.
 
     Returns:
         x and y of at most 2 * num_buckets points, in the order of the curve.

@@ -78,8 +78,8 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
     status = read_status(run_dir)
     restarts = read_rows(run_dir / RESTARTS)
     try:
-        problems, parts = audit_samples(run_dir, record)
-        audit = summarize(problems, parts)
+        problems, confirmed = audit_samples(run_dir, record)
+        audit = summarize(problems, confirmed)
     except (Error, MemoryError, OverflowError, ValueError) as error:
         audit = f"the samples cannot be audited: {error}"
     return RunData(

@@ -58,6 +58,6 @@ def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
 
 
 def name_runs(runs: list[str]) -> list[str]:
-    """Return a short name for each run: its last part, or all of it if that is not unique."""
+    """Return a short name for each run: its last name, or all of it if that is not unique."""
     short = [run.rstrip("/").rpartition("/")[2] or run for run in runs]
     return [name if short.count(name) == 1 else run for name, run in zip(short, runs, strict=True)]

@@ -86,22 +86,22 @@ class Starts:
 
     def run(self, size: Size) -> None:
         """Start the script, and add its measurements. Raises Error if it fails, or trains for too few steps."""
-        place = self.home / "start"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
+        directory = self.home / "start"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
         options = {
             **self.overrides,
-            "run_dir": place / "run",
+            "run_dir": directory / "run",
             "max_steps": self.num_warm_up + self.num_steps,
             "snapshot_every": "never",
             "resume": "never",
             "compare_every": "never",
         }
-        code = run_traced(self.target.to_full_command(size.world_size), place, INTERCEPTOR, options)
-        ranks = [read_lines(place / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
+        code = run_traced(self.target.to_full_command(size.world_size), directory, INTERCEPTOR, options)
+        ranks = [read_lines(directory / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
         where = f"{self.target.name.removeprefix('samestep.recipes.')} on {format_ranks(size.world_size)}"
         if code or not all(ranks):
-            output = read_tail(place / "output").rstrip()
+            output = read_tail(directory / "output").rstrip()
             words = (find_errors(output) or output.splitlines() or ["it printed nothing"])[-1]
             raise Error(f"{where} cannot be measured, it ends with exit code {code}: {words}", code="SS711")
         facts = ranks[0][0]

@@ -177,8 +177,8 @@ def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_s
     if num_steps:
         print(f"to finish: {num_steps:,} steps, without the start of the ranks, snapshots and validation")
     if memory:
-        parts = [*RankMemory.__dataclass_fields__, "total"]
-        header = ["ranks", "shard", *(part.replace("_", " ") for part in parts)]
-        table = [[str(row["world_size"]), row["shard"], *(format_bytes(row[part]) for part in parts)] for row in memory]
+        kinds = [*RankMemory.__dataclass_fields__, "total"]
+        header = ["ranks", "shard", *(each.replace("_", " ") for each in kinds)]
+        table = [[str(row["world_size"]), row["shard"], *(format_bytes(row[each]) for each in kinds)] for row in memory]
         print_table("memory per rank", header, table)
         print(NOTE)
