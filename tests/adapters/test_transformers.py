@@ -123,7 +123,8 @@ def train_with_both(kind: str, directory: Path, **fields: Any) -> tuple[dict[str
     found = {
         "losses": [row["train/loss"] for row in rows if "train/loss" in row],
         "norms": [row["train/grad_norm"] for row in rows if "train/grad_norm" in row],
-        "metrics": [row["eval_accuracy"] for row in rows if "eval_accuracy" in row],
+        # The rows of a run lack an evaluation in the middle of an epoch: if it is continued, it evaluates at the end.
+        "metrics": [row["eval_accuracy"] for row in trainer.state.log_history if "eval_accuracy" in row],
         "weights": {name: value.clone() for name, value in model.state_dict().items()},
         "predictions": trainer.predict(data["eval_dataset"]),
         "events": recorders[0].events,

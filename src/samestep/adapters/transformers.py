@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,6 @@ class Trainer:
         self.callbacks = [_check_callback(each() if isinstance(each, type) else each) for each in callbacks or ()]
         self.state = transformers.TrainerState()
         self.control = transformers.TrainerControl()
-        self._is_asked = False
         self.model = model_init() if model is None and model_init is not None else model
         self.args = args
         self.run = args.run
@@ -240,14 +240,14 @@ class Trainer:
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
-
         base = unwrap_peft_model(self.model)
         self.label_names = find_labels(type(base)) if args.label_names is None else args.label_names
         config = getattr(base, "config", None)
         loss = LOSS_MAPPING.get(getattr(base, "loss_type", None))
-        self.is_causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        shifts = self.is_causal or (loss is ForCausalLMLoss and not getattr(config, "is_encoder_decoder", False))
+        is_causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        shifts = is_causal or (loss is ForCausalLMLoss and not getattr(config, "is_encoder_decoder", False))
+        smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
+        self.smooth_loss = smoother and partial(smoother, shift_labels=is_causal)
         if config is not None:
             self.model.config.use_cache = args.use_cache
         if args.activation_checkpointing:
@@ -337,24 +337,24 @@ class Trainer:
                 self._call("on_optimizer_step")
                 if not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                     self.lr_scheduler.step()
-                self._follow(step.number + 1)
+                num_steps = step.number + 1
+                self._follow(num_steps)
                 self._call("on_step_end")
-                if args.logging_strategy == "steps" and (step.number + 1) % int(args.logging_steps) == 0:
-                    self._log(step.metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]})
-                if args.eval_strategy == "steps" and (step.number + 1) % args.eval_steps == 0:
+                if args.logging_strategy == "steps" and num_steps % int(args.logging_steps) == 0:
+                    self._log_training(step.metrics)
+                if args.eval_strategy == "steps" and num_steps % args.eval_steps == 0:
                     self._validate()
                 self._obey()
-                if step.number + 1 == self.state.max_steps < self.state.num_train_epochs * epoch.num_steps:
+                if num_steps == self.state.max_steps < self.state.num_train_epochs * epoch.num_steps:
                     run.stop(f"{self.state.max_steps} steps")
             run.state["training_loss"] = epoch.metrics["loss"]
-            is_over = run.steps_done == self.state.max_steps or run.steps_done % epoch.num_steps == 0
-            if is_over:
+            if run.steps_done == self.state.max_steps or run.steps_done % epoch.num_steps == 0:
                 self._call("on_epoch_end")
-            if is_over and args.logging_strategy == "epoch":
-                self._log(epoch.metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]})
-            if args.eval_strategy == "epoch" and is_over:
-                self._validate()
-            self._obey()
+                if args.logging_strategy == "epoch":
+                    self._log_training(epoch.metrics)
+                if args.eval_strategy == "epoch":
+                    self._validate()
+                self._obey()
         self._call("on_train_end")
         if args.load_best_model_at_end and "best" in run.state:
             run.restore("best")
@@ -364,9 +364,6 @@ class Trainer:
     def _call(self, event: str, **arguments: Any) -> None:
         """Call an event of the callbacks."""
         for callback in self.callbacks:
-            if getattr(type(callback), event) is getattr(transformers.TrainerCallback, event):
-                continue
-            self._is_asked = True
             control = getattr(callback, event)(
                 self.args,
                 self.state,
@@ -379,12 +376,15 @@ class Trainer:
                 eval_dataloader=None,
                 **arguments,
             )
-            self.control = self.control if control is None else control
+            self.control = control or self.control
 
     def _follow(self, num_steps: int) -> None:
         """Set the position in the state of the callbacks."""
         self.state.global_step = num_steps
         self.state.epoch = num_steps / self.steps_per_epoch
+
+    def _log_training(self, metrics: Mapping[str, float]) -> None:
+        self._log({**metrics, "learning_rate": self.optimizer.param_groups[0]["lr"]})
 
     def _log(self, values: Mapping[str, float]) -> None:
         """Give the callbacks the values that the run writes to `metrics.jsonl`."""
@@ -394,9 +394,8 @@ class Trainer:
 
     def _obey(self) -> None:
         """Do what the callbacks have set in `control` on rank 0, on all ranks."""
-        if not self._is_asked:
+        if not self.callbacks:
             return
-        self._is_asked = False
         flags = self.run.once(dataclasses.asdict, self.control)
         self.control = transformers.TrainerControl()
         if ignored := [name for name in ("should_epoch_stop", "should_save") if flags[name]]:
@@ -442,13 +441,13 @@ class Trainer:
         """
         inputs = dict(inputs)
         labels = None
-        if self.label_smoother is not None or self.compute_loss_func is not None:
+        if self.smooth_loss is not None or self.compute_loss_func is not None:
             labels = inputs.pop("labels", None)
         outputs = model(**inputs)
         if self.compute_loss_func is not None:
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        elif self.label_smoother is not None and labels is not None:
-            loss = self.label_smoother(outputs, labels, shift_labels=self.is_causal)
+        elif self.smooth_loss is not None and labels is not None:
+            loss = self.smooth_loss(outputs, labels)
         elif not isinstance(outputs, dict) or outputs.get("loss") is not None:
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         else:
@@ -467,7 +466,8 @@ class Trainer:
         if isinstance(data, dict):
             names = [(each, f"{metric_key_prefix}_{name}") for name, each in data.items()]
             return {name: value for pair in names for name, value in self.evaluate(*pair).items()}
-        metrics = self._predict(data, metric_key_prefix, self.args.prediction_loss_only or not self.compute_metrics)[2]
+        loss_only = self.args.prediction_loss_only or not self.compute_metrics
+        metrics: dict[str, float] = self._predict(data, metric_key_prefix, loss_only).metrics
         self.run.log(metrics)
         self._log(metrics)
         self._call("on_evaluate", metrics=metrics)
@@ -475,10 +475,10 @@ class Trainer:
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> Any:
         """Return transformers' `PredictionOutput` for every sample, in the order of the data set, on all ranks."""
-        return PredictionOutput(*self._predict(test_dataset, metric_key_prefix, self.args.prediction_loss_only))
+        return self._predict(test_dataset, metric_key_prefix, self.args.prediction_loss_only)
 
-    def _predict(self, data: Any, prefix: str, loss_only: bool) -> tuple[Any, Any, dict[str, float]]:
-        """Return (predictions, labels, metrics). `loss_only`: without predictions and labels."""
+    def _predict(self, data: Any, prefix: str, loss_only: bool) -> Any:
+        """Return a `PredictionOutput`. `loss_only`: without predictions and labels."""
         config = getattr(self.model, "config", None)
         ignored = ["loss", *getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])]
 
@@ -515,7 +515,7 @@ class Trainer:
         if self.compute_metrics is not None and logits is not None and labels is not None:
             computed = self.run.once(self.compute_metrics, transformers.EvalPrediction(logits, labels))
             metrics |= {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": float(v) for n, v in computed.items()}
-        return logits, labels, metrics
+        return PredictionOutput(logits, labels, metrics)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model, and the tokenizer if there is one, for `from_pretrained`. Call it on all ranks.
@@ -531,8 +531,8 @@ class Trainer:
                 f"{type(self.model).__name__} has no save_pretrained: write its weights, samestep export", code="SS801"
             )
         directory = self.run.dir if output_dir is None else output_dir
-        parts = [part for part in (self.model, self.processing_class) if part is not None]
-        self.run.once(_save, parts, directory)
+        things = [each for each in (self.model, self.processing_class) if each is not None]
+        self.run.once(_save, things, directory)
 
 
 class CallbackState:
@@ -568,9 +568,9 @@ def _check_callback(callback: Any) -> Any:
     return callback
 
 
-def _save(parts: Sequence[Any], directory: Any) -> None:
-    for part in parts:
-        part.save_pretrained(directory)
+def _save(things: Sequence[Any], directory: Any) -> None:
+    for each in things:
+        each.save_pretrained(directory)
 
 
 def _unpack(values: list[Any]) -> Any:
