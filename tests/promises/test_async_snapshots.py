@@ -1,6 +1,7 @@
 """Snapshots are written while the next steps run: always complete, never lost without a message, one at a time."""
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from promises.trial import Outcome, Trial, resume_is_from
+from promises.trial import Outcome, Trial
 from support.runs import run_command
 from support.snapshots import read_snapshot
 from support.states import build_state
 from support.tiny import Tiny, update
+from support.waiting import DEADLINE_S
 from torch import Tensor, nn
 
 import samestep
@@ -110,20 +112,28 @@ def test_ranks_agree_whether_it_is_taken_later(tmp_path: Path) -> None:
 # --- while the steps run ----------------------------------------------------------------------------------------------
 
 
-def test_steps_go_on_while_it_is_written(
-    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The disk hangs at step 3; steps 4 and 5 run nevertheless. A snapshot that is not on the disk is not found."""
-    launch = trial.start("launch", 2, "hold rank 0 at step 3 in writing tensors", "--snapshot-every", "3")
-    trial.wait_held()
-    launch.wait_for_words("step 5/15")
-    assert trial.snapshots == []
-    launch.process.kill()
-    launch.wait()
-    capfd.readouterr()
-    trial.spawn(3, snapshot_every=3)
-    assert resume_is_from(capfd.readouterr().out) == 0
-    assert trial.outcome() == undisturbed()
+def test_steps_go_on_while_it_is_written(tmp_path: Path) -> None:
+    """The disk hangs at step 3 until step 5 is done, and no snapshot is found until then."""
+
+    def train() -> list[bool]:
+        is_there, go_on = list[bool](), threading.Event()
+        prepare, tiny = Store.prepare, Tiny(tmp_path / "run", snapshot_every=3)
+
+        def hang_and_prepare(*arguments: Any) -> Any:
+            assert go_on.wait(DEADLINE_S)
+            return prepare(*arguments)
+
+        def before(t: Tiny) -> None:
+            if t.step.number == 5:
+                is_there.append(bool(Store(tmp_path / "run").snapshots()))
+                go_on.set()
+
+        Store.prepare = hang_and_prepare  # type: ignore[method-assign]
+        tiny.train(num_steps=6, before=before)
+        return is_there
+
+    assert samestep.spawn(train, 1) == [False]
+    assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [3, 6]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

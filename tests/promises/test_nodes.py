@@ -7,16 +7,14 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from promises.test_restarts import flags_of, read_restarts
+from promises.test_restarts import read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.hosts import Host
 from support.ports import reserve_port
-from support.selection import one_in
-from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch.local_ranks import build_variables, open_store
@@ -60,45 +58,20 @@ def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
     assert trial.outcome() == undisturbed()
 
 
-def start_healing(trial: Trial, hosts: Sequence[Host], num_ranks: int, faults: Sequence[str]) -> list[Started]:
-    """Start a launcher on each host."""
-    at = flags_at(f"{hosts[0].address}:29400", str(len(hosts)), "--heal")
-    words = [*flags_of(*faults), "--settled"]
-    return [
-        trial.start("launch", num_ranks, "", *at, "--node-rank", str(rank), arguments=words, host=host)
-        for rank, host in enumerate(hosts)
-    ]
-
-
-def read_lost(trial: Trial) -> list[int]:
-    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
-    heals = [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
-    return [rank for heal in heals for rank in heal["lost"]]
-
-
-def test_ranks_of_two_hosts_die(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
-    """One on each host, rank 0 among them."""
-    faults = ["kill rank 3 at step 3 in backward", "kill rank 0 at step 8 in forward"]
-    nodes = start_healing(trial, all_hosts[:2], 2, faults)
-    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
-    assert trial.outcome() == undisturbed()
-    assert read_lost(trial) == [3, 0]
-    assert "rank 3 was killed by SIGKILL (out of memory?), on node 1 (h2)\n" in nodes[0].output
-    assert "rank 0 was killed by SIGKILL (out of memory?), on node 0 (h1)\n" in nodes[0].output
-    lines = re.findall(r"step (\d+)/15", nodes[0].output)
-    assert lines[-1] == "15"
-
-
 def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     """No connection closes. The others wait in gloo, and continue within seconds."""
-    *stay_on, cut_off = all_hosts
-    *stays, goes = start_healing(trial, [*stay_on, cut_off], 1, [HELD])
+    flags = flags_at(f"{all_hosts[0].address}:29400", "3", "--heal", "--node-rank")
+    nodes = [
+        trial.start("launch", 1, HELD, *flags, str(rank), arguments=["--settled"], host=host)
+        for rank, host in enumerate(all_hosts)
+    ]
     trial.wait_held()
-    cut_off.pull_the_plug()
+    all_hosts[-1].pull_the_plug()
     trial.go_on()
-    assert finish(*stays, goes) == [*[0 for _ in stays], 1], "\n".join(node.output for node in (*stays, goes))
+    assert finish(*nodes) == [0, 0, 1], "\n".join(node.output for node in nodes)
     assert trial.outcome() == undisturbed()
-    assert read_lost(trial) == [len(stays)]
+    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
+    assert json.loads((trial.dir / "heals.jsonl").read_text())["lost"] == [2]
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
@@ -116,27 +89,6 @@ def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: i
         assert re.search(said, node.err.read_text())
         assert "Traceback" not in node.output
     assert [(row["rank"], row["world_size"]) for row in read_restarts(trial)] == [(1, 2)]
-    assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize("signum", one_in(4, [signal.SIGTERM, signal.SIGUSR1]))
-def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: int, signum: signal.Signals) -> None:
-    """All ranks of all nodes end the same step and save once, and every launcher asks to be started again."""
-    nodes = [
-        trial.start(
-            "launch", 1, "hold rank 1 at step 7 in forward", *flags_at(f"127.0.0.1:{port}"), "--node-rank", rank
-        )
-        for rank in ("0", "1")
-    ]
-    trial.wait_held(1)
-    nodes[1].process.send_signal(signum)
-    wait_until(lambda: (trial.faults / "heard-1").exists(), "rank 1 hears of it")
-    trial.go_on()
-    assert finish(*nodes) == [75, 75], "\n".join(node.output for node in nodes)
-    assert "stopped by a signal after step 8, saved" in nodes[0].output
-    assert json.loads((trial.dir / "status.json").read_text())["reason"] == f"stopped by {signum.name}"
-    assert trial.snapshots[-1] == "step-00000008"
-    trial.spawn(2)
     assert trial.outcome() == undisturbed()
 
 

@@ -242,7 +242,7 @@ def test_a_later_writer_ends_the_earlier_one(cluster: Cluster) -> None:
 
 def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Machine 1 goes back to step 3. Later snapshots are moved, and machine 0 does not resume from its own copy."""
-    cluster.spawn(0, 1, fault="stop all ranks at step 9 in update", keep_last=9)
+    cluster.spawn(0, 1, fault="stop all ranks at step 9 in forward", keep_last=9)
     assert cluster.snapshots()[-1] == "step-00000010"
     cluster.spawn_to_fail(1, 1, fault="kill all ranks at step 5 in forward", resume=3, snapshot_every=2, settled=True)
     assert cluster.snapshots()[-1] == "step-00000004"

@@ -16,6 +16,9 @@ from support.runs import check, run_command
 from support.tiny import Pairs, Tiny
 from support.waiting import wait_until
 
+import samestep
+from samestep.snapshot.store import Store
+
 Undisturbed = Callable[..., Outcome]
 
 HELD = "hold rank 0 at step 7 in forward"
@@ -176,8 +179,13 @@ def test_run_stop(
     assert trial.outcome() == undisturbed()
 
 
-def test_run_stop_before_the_loop(trial: Trial) -> None:
+def test_run_stop_before_the_loop(tmp_path: Path) -> None:
     """As by a script that reads in `run.state` that it has stopped before."""
-    trial.spawn(2, "stop all ranks at step 0 in start")
-    assert trial.snapshots == []
-    assert trial.num_ends == 1
+
+    def train() -> int:
+        tiny = Tiny(tmp_path / "run")
+        tiny.run.stop("before")
+        return int(tiny.train().run.steps_done)
+
+    assert samestep.spawn(train, 2) == 0
+    assert Store(tmp_path / "run").snapshots() == []

@@ -3,7 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 
@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import PeerFailed
+from samestep.world import transport
+from samestep.world.group import Group
 from samestep.world.waiter import Waiter, wait_for_messages
 
 
@@ -64,17 +66,28 @@ def test_an_error_is_raised_by_the_wait_for_its_message(waiter: Waiter) -> None:
     waiter.wait([complete])
 
 
-def test_a_wait_is_given_up(waiter: Waiter) -> None:
-    message = Message()
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda group, message: group.wait_for([message]),
+        lambda group, message: group._broadcast_piece(torch.zeros(transport.LARGE_BYTES), source=1),
+    ],
+    ids=["an exchange", "a large broadcast"],
+)
+def test_a_wait_is_given_up(monkeypatch: pytest.MonkeyPatch, waiter: Waiter, wait: Callable[..., None]) -> None:
+    """Gloo would wait on for the rest of a message of which a rank that has died has sent a part."""
+    message, group = Message(), Group(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(transport, "_receive", lambda piece, source: message)
+    group.waiter = waiter
 
     def give_up() -> None:
         message.is_waited_for.wait()
-        waiter.give_up()
+        group._break_connections()
 
     thread = threading.Thread(target=give_up)
     thread.start()
     with pytest.raises(PeerFailed, match="another rank has died"):
-        waiter.wait([message])
+        wait(group, message)
     thread.join()
     message.is_there.set()
 
