@@ -292,6 +292,14 @@ PLANTED = (
         "self._num_past = len(self._ends)", "self._num_past = 0", "kill_all", "phases",
     ),
     Planted(
+        "run.stop ends the next loop, too", RESUME, "train/state/run_state.py",
+        '            self.stop_reason = ""\n            self._ends', "            self._ends", "kill_all", "phases",
+    ),
+    Planted(
+        "a loop that run.stop has ended continues after a resume", RESUME, "train/state/run_state.py",
+        'notes["stopped"] = self.stop_reason', "pass", "kill_all", "phases",
+    ),
+    Planted(
         "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/state/restoring.py",
         'param.requires_grad_(name not in position["frozen"])', "pass", "kill_all", "phases",
     ),

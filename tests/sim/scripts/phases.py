@@ -41,6 +41,8 @@ def train(steps):
         level = int(1000 * (step.metrics["loss"] + drawn["drawn"])) % 11
         run.state |= {"steps": step.number + 1, "level": level}
         run.log(drawn)
+        if step.number == 5:
+            run.stop("after two of three epochs")
 
 
 def score(batch):
@@ -48,7 +50,7 @@ def score(batch):
 
 
 run.log({"untrained": 1.0})
-for epoch in run.epochs(first, 2, num_workers=0, sampler=sample):
+for epoch in run.epochs(first, 3, num_workers=0, sampler=sample):
     run.log({"head": epoch.number})
     train(epoch)
 run.log(run.evaluate(score, second, num_workers=0))
