@@ -38,10 +38,14 @@ def build_params() -> list[nn.Parameter]:
 
 
 def draw(i: int, v: int) -> Tensor:
-    """Return the gradient of parameter i in micro-batch v. Sums of them depend on the order of addition."""
+    """Return the gradient of parameter i in micro-batch v. Sums of them depend on the order of addition, and on the
+    sign of an absent 0.
+    """
     generator = torch.Generator().manual_seed(100 * i + v)
     exponents = torch.randint(-6, 6, SHAPES[i], generator=generator)
-    return (torch.randn(SHAPES[i], generator=generator) * 10.0**exponents).to(DTYPES[i])
+    drawn = (torch.randn(SHAPES[i], generator=generator) * 10.0**exponents).to(DTYPES[i])
+    drawn.view(-1)[0] = -0.0
+    return drawn
 
 
 def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:

@@ -12,28 +12,17 @@ from promises.loops import (
     adamw,
     build_run,
     case,
-    learn_classes,
     list_norms,
     read_grads,
     sgd_momentum,
     trace_run,
     train_classes,
 )
-from promises.models import (
-    BATCH_SIZE,
-    Branches,
-    Kinds,
-    OtherDtypes,
-    Transformer,
-    build_pairs,
-    build_texts,
-)
+from promises.models import Branches, Kinds, Transformer, build_pairs, build_texts
 from support.tiny import update
 from support.trace import Trace
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-from samestep.engine import buckets, routes
 
 
 def train_transformer(model: Callable[[], nn.Module] = Transformer, **arguments: Any) -> Result:
@@ -64,15 +53,8 @@ def train_some(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return adamw([param for param in params if param.requires_grad])
 
 
-def train_many_parts() -> Result:
-    """23 micro-batches: a rank's share is up to four subtrees."""
-    return train_classes(Branches, optimizer=sgd_momentum, data=build_pairs(23 + 13), batch_size=23, micro_batch_size=1)
-
-
 CASES |= {
     "transformer": train_transformer,
-    "frozen_in_other_dtypes": partial(train_transformer, OtherDtypes, num_epochs=1),
-    "many_parts": train_many_parts,
     "two_threads": partial(train_transformer, num_threads=2, num_epochs=1),
 }
 
@@ -92,34 +74,6 @@ def unused_weights() -> Result:
 
     optimizer = lambda params: torch.optim.AdamW(params, 1e-2, weight_decay=0.3)  # noqa: E731
     return train_classes(Branches, optimizer=optimizer, num_epochs=3, before=alternate, after=check)
-
-
-@case
-def micro_batches_without_backward() -> Result:
-    """The script skips them: they count neither in the gradient nor in the loss."""
-
-    def body(t: Any, x: Tensor, y: Tensor) -> None:
-        if t.step.num_samples < BATCH_SIZE or not bool((y == 3).any()):
-            learn_classes(t, x, y)
-
-    return trace_run(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), body=body)
-
-
-@case
-def gradients_of_minus_zero() -> Result:
-    """Some micro-batches have no such gradient. How their absence is sent must not change the sign of the sum."""
-
-    def body(t: Any, x: Tensor, y: Tensor) -> None:
-        loss = F.cross_entropy(x @ t.model["head"], y)
-        if bool((y == 3).any()):
-            loss = loss - (0.0 * t.model["zero"]).sum()
-        t.step.backward(loss)
-
-    return trace_run(
-        lambda: nn.ParameterDict({"head": nn.Parameter(torch.randn(6, 4)), "zero": nn.Parameter(torch.zeros(3))}),
-        optimizer=sgd_momentum, body=body,
-        then=lambda t: [t.trace.add("gradient of zero", read_grads(t.run, [t.model["zero"]])[0]), update(t)],
-    )  # fmt: skip
 
 
 @case
@@ -161,24 +115,9 @@ def gan(has_penalty: bool = True) -> Result:
 CASES["gan_without_penalty"] = partial(gan, has_penalty=False)
 
 
-def train_kinds() -> Result:
+@case
+def dtypes() -> Result:
     return trace_run(Kinds, optimizer=sgd_momentum)
-
-
-CASES["dtypes"] = train_kinds
-
-
-@case
-def transformer_in_many_buckets() -> Result:
-    buckets.MAX_BYTES = 1000
-    return train_transformer(num_epochs=1)
-
-
-@case
-def gathered_between_hosts() -> Result:
-    """Without the sockets between the ranks of one host."""
-    routes.NEIGHBORS_MAX_BYTES = 0
-    return train_kinds()
 
 
 def build_mlp() -> nn.Module:

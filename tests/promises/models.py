@@ -46,22 +46,6 @@ class Transformer(nn.Module):
         return self.head(self.blocks[1](x))
 
 
-class OtherDtypes(nn.Module):
-    """Tied embeddings, blocks, a frozen table in bfloat16, and frozen statistics in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Transformer()
-        self.table = nn.Embedding(17, 16, dtype=torch.bfloat16).requires_grad_(False)
-        self.mix = nn.Linear(16, 17, bias=False)
-        self.norm = nn.BatchNorm1d(17, dtype=torch.float64).requires_grad_(False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            more = self.norm(self.mix(self.table(tokens).float()).double().transpose(1, 2)).transpose(1, 2)
-        return self.inner(tokens) + more.to(self.mix.weight.dtype)
-
-
 class Branches(nn.Module):
     """Weights that all steps, some steps, or some micro-batches leave unused."""
 

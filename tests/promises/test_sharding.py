@@ -16,7 +16,7 @@ from promises.models import build_pairs
 from promises.test_same_bits import run_alone
 from promises.trial import Outcome, Trial
 from support.runs import digest
-from support.tiny import Tiny, tiny_run, update
+from support.tiny import Tiny, learn, tiny_run, update
 from support.trace import Trace, assert_same
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -29,8 +29,8 @@ SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
 
 
 @pytest.mark.parametrize(("first", "fault", "then"), [
-    (DIVIDED, "kill rank 0 at step 10 in writing tensors", SHARDED),
-    (SHARDED, "raise rank 2 at step 12 in reduction", {}),
+    (DIVIDED, "kill rank 0 at step 10 in committing", SHARDED),
+    (SHARDED, "raise rank 2 at step 12 in forward", {}),
 ])  # fmt: skip
 def test_resumed_with_another_sharding(
     trial: Trial, undisturbed: Callable[..., Outcome], first: dict[str, str], fault: str, then: dict[str, str]
@@ -284,7 +284,6 @@ def train_other_blocks() -> None:
     build_run().prepare(model=nn.Sequential(nn.Linear(4, 4)), shard_blocks=[nn.Conv2d])
 
 
-TWO_LAYERS = {"model": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))}
 # Arguments of `tiny_run`, or a function; how it is sharded; the error's sentence.
 REFUSED: list[tuple[Any, dict[str, str], str]] = [
     ({"optimizer": Adapting}, DIVIDED, r"the hash of the settings of optimizer \(param_groups\) is .* on rank 0 and"),
@@ -304,6 +303,8 @@ REFUSED: list[tuple[Any, dict[str, str], str]] = [
     ({"model": Aliased}, DIVIDED, r"model\.second\.weight shares memory with model\.first\.weight"),
     ({"model": Aliased}, SHARDED, r"model\.second\.weight shares memory with model\.first\.weight"),
     ({"model": Swapped}, SHARDED, "rank 1 has used other parts of the model than rank 0"),
+    ({"body": lambda t, x, y: t.step.micro_batch and learn(t, x, y)}, SHARDED,
+     r"step\.backward was not called in micro-batch 0, and with shard=\"fsdp2\" all ranks wait"),
     ({"model": Scalar}, SHARDED, r"model cannot be sharded \(.* scalar parameters.*\): change the model"),
     ({"model": shard_by_script}, SHARDED, r"model was given to fully_shard by the script: leave"),
     (train_other_blocks, SHARDED, r"holds Conv2d, but .* consist of Sequential, Linear"),
@@ -313,7 +314,7 @@ REFUSED: list[tuple[Any, dict[str, str], str]] = [
     ({"optimizer": Wrapper}, SHARDED, "inside another object"),
     ({"optimizer": functools.partial(AdamW, fused=True)}, SHARDED, "has fused=True"),
     ({"optimizer": Adagrad, "check_compute_every": 2}, SHARDED, 'is not available with shard="fsdp2"'),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("wrong", "shard", "sentence"), REFUSED)

@@ -52,11 +52,14 @@ def batch_norm() -> Result:
 
 
 @case
-def scores_by_gradients() -> Result:
-    """The backward of a score does not change the step's own gradient."""
+def scores_that_change_the_model() -> Result:
+    """A score may use dropout, as for an uncertainty, and gradients. The model's statistics and modes stay, and so does
+    the step's own gradient.
+    """
 
     def then(t: Any) -> None:
         def score(batch: Any) -> dict[str, Any]:
+            t.model.train()
             x = batch[0].clone().requires_grad_()
             with torch.enable_grad():
                 t.model(x).square().mean().backward()
@@ -64,30 +67,15 @@ def scores_by_gradients() -> Result:
 
         before = [grad.clone() for grad in read_grads(t.run, t.model.parameters())]
         t.trace.add("scores", t.run.evaluate(score, build_pairs(29, seed=1)))
+        assert [layer.training for layer in t.model] == [True, True, True, False, True]
         assert all(map(torch.equal, before, read_grads(t.run, t.model.parameters())))
         update(t)
-
-    return trace_run(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), then=then)
-
-
-@case
-def scores_in_training_mode() -> Result:
-    """As for an uncertainty from dropout: the statistics stay, and so does the mode of each layer."""
-
-    def validate(t: Any) -> None:
-        def score(batch: Any) -> dict[str, Any]:
-            t.model.train()
-            return {"mean": t.model(batch[0]).mean()}
-
-        t.trace.add("scores", t.run.evaluate(score, build_pairs(6, seed=1)))
-        assert [layer.training for layer in t.model] == [True, True, True, False, True]
-        t.trace.add("digest", t.trace.digest())
 
     def build() -> nn.Module:
         norms = [nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval()]
         return nn.Sequential(nn.Linear(6, 8), norms[0], nn.Dropout(0.2), norms[1], nn.Linear(8, 4))
 
-    return trace_run(build, after_epoch=validate)
+    return trace_run(build, then=then)
 
 
 @case
