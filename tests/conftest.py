@@ -95,17 +95,11 @@ def _nothing_is_left() -> Iterator[None]:
         faults.append(f"child processes:\n{describe(left)}")
         for process in left.values():
             process.kill()
-    changed = {
-        name: os.environ.get(name)
-        for name in {*variables, *os.environ}
-        if name.startswith(LAUNCHERS) and os.environ.get(name) != variables.get(name)
-    }
+    changed = {name for name, _ in {*variables.items()} ^ {*os.environ.items()} if name.startswith(LAUNCHERS)}
     if changed:
         faults.append(f"variables {changed}")
-        for name in changed:
-            os.environ.pop(name)
-            if name in variables:
-                os.environ[name] = variables[name]
+        os.environ.clear()
+        os.environ.update(variables)
     if os.getcwd() != directory:
         faults.append(f"the current directory {os.getcwd()}")
         os.chdir(directory)

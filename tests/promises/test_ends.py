@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.runs import find_tests, run_command
-from support.tiny import Pairs, Tiny, tiny_run, update
+from support.tiny import Pairs, Tiny, update
 from support.waiting import wait_until
 
 import samestep
@@ -201,17 +201,3 @@ def test_the_status_of_a_loop_that_was_left(tmp_path: Path, how: str) -> None:
     assert status["status"] == "failed"
     assert status["reason"].startswith(left)
     assert "at run.steps_done=3, so that" in status["reason"]
-
-
-def test_one_run_after_the_other(tmp_path: Path) -> None:
-    """Each closes its files once the script has no reference to it."""
-
-    def train() -> list[int]:
-        counts = []
-        for number in range(5):
-            tiny_run(tmp_path / str(number))
-            counts.append(len(os.listdir("/proc/self/fd")))
-        return counts
-
-    counts = samestep.spawn(train, 2)
-    assert counts[-1] <= counts[1], counts

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 from promises.faulty import train
 from promises.trial import Outcome, read_outcome, read_tree
+from support.disks import Disk
 from support.selection import one_in
 from support.snapshots import read_snapshot
 from support.tiny import Tiny, tiny_run, update
@@ -285,28 +285,22 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
 
 @pytest.mark.parametrize("node", one_in(2, [1, 0]))
 def test_a_disk_is_full_for_a_while(
-    cluster: Cluster, tmp_path: Path, node: int, capfd: pytest.CaptureFixture[str]
+    disk: Disk, cluster: Cluster, node: int, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     """The run continues, rows are written later, and the snapshots of the other node are complete."""
-    disks = [cluster.disk(0), cluster.disk(1)]
-    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disks[node])]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        samestep.spawn(train_while_it_is_full, 2, (disks, node))
-        out = "".join(capfd.readouterr())
-        said = re.findall(r"samestep: .*the snapshot of step (\d) could not be written \(.*No space left", out)
-        assert said == ["3", "4", "5"]
-        names = [[each.path.name for each in Store(disk / "run").snapshots()] for disk in disks]
-        all_of_them = [f"step-{step:08d}" for step in range(1, 9)]
-        assert names[node] == [name for name in all_of_them if name[-1] not in "345"]
-        assert names[1 - node] == (names[0] if node == 0 else all_of_them), "what rank 0 cannot write, no node writes"
-        rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
-        assert rows[0] == rows[1]
-        assert rows[0].count("\n") == 16
-        assert [(disk / "run/ledger.bin").stat().st_size for disk in disks] == [8 * 40] * 2
-    finally:
-        subprocess.run(["umount", str(disks[node])], check=True)
+    disks = [cluster.disk(0), disk.path] if node else [disk.path, cluster.disk(0)]
+    samestep.spawn(train_while_it_is_full, 2, (disks, node))
+    out = "".join(capfd.readouterr())
+    said = re.findall(r"samestep: .*the snapshot of step (\d) could not be written \(.*No space left", out)
+    assert said == ["3", "4", "5"]
+    names = [[each.path.name for each in Store(disk / "run").snapshots()] for disk in disks]
+    all_of_them = [f"step-{step:08d}" for step in range(1, 9)]
+    assert names[node] == [name for name in all_of_them if name[-1] not in "345"]
+    assert names[1 - node] == (names[0] if node == 0 else all_of_them), "what rank 0 cannot write, no node writes"
+    rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
+    assert rows[0] == rows[1]
+    assert rows[0].count("\n") == 16
+    assert [(disk / "run/ledger.bin").stat().st_size for disk in disks] == [8 * 40] * 2
 
 
 # --- sharded state ----------------------------------------------------------------------------------------------------

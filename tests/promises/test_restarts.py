@@ -90,6 +90,15 @@ def test_a_writer_that_was_cut_off_is_fenced(trial: Trial, undisturbed: Undistur
     assert read_tree(trial.dir) == before
 
 
+def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
+    """A POSIX lock is lost when the process itself closes the file, as after a copy of the directory."""
+    first = Lock(tmp_path / "lock", tmp_path)
+    (tmp_path / "lock").read_bytes()
+    with pytest.raises(samestep.Error, match=f"is locked by process {os.getpid()} on "):
+        Lock(tmp_path / "lock", tmp_path)
+    first.forget()
+
+
 def test_file_systems_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on some network file systems: the last process to start gets the run."""
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +21,11 @@ from torch.optim import Adam, Optimizer
 
 import samestep
 from samestep.train.state.objects import Objects
-from samestep.watch.trackers.continuation import ServiceLog
 
 Undisturbed = Callable[..., Outcome]
-POINTS = "points"
 
 
-class Points:
-    """A tracker with an id. Its service keeps the id and the row of each call in a file."""
-
-    def start(self, info: samestep.TrackerInfo) -> None:
-        assert info.dir is not None
-        self.kept = ServiceLog(info, POINTS)
-        self.kept.begin(self.kept.run_id or str(info.resumed_step))
-        self.file = open(info.dir / f"{POINTS}.jsonl", "ab", buffering=0)  # noqa: SIM115
-
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        if new := self.kept.drop_known(values, step):
-            self.file.write(json.dumps([self.kept.run_id, {"step": step, **new}]).encode() + b"\n")
-            self.kept.keep(new, step)
-
-    def finish(self, status: str) -> None:
-        self.file.close()
-
-
-# --- kills and trackers -----------------------------------------------------------------------------------------------
+# --- kills ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_loader_worker(trial: Trial, undisturbed: Undisturbed) -> None:
@@ -56,19 +36,6 @@ def test_a_killed_loader_worker(trial: Trial, undisturbed: Undisturbed) -> None:
     trial.run("launch", 3, fault, arguments=arguments)
     assert trial.num_ends == 1
     assert trial.outcome() == undisturbed()
-
-
-def test_a_tracker(trial: Trial, undisturbed: Undisturbed) -> None:
-    """The tracker keeps its id through the crash, and gets every row once."""
-    trial.spawn_to_fail(2, "kill rank 1 at step 10 in before schedule", trackers=[Points()], snapshot_every=4)
-    trial.spawn(3, trackers=[Points()])
-    outcome = trial.outcome()
-    assert outcome == undisturbed()
-    lines = (trial.dir / f"{POINTS}.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in outcome.metrics.splitlines()]
-    wanted = [json.dumps(["0", {name: row[name] for name in row if name != "epoch"}]) for row in rows]
-    assert sorted(set(lines), key=lines.index) == wanted
-    assert len(lines) <= len(rows) + 1, "SIGKILL between a row and its record repeats one row"
 
 
 # --- the run directory ------------------------------------------------------------------------------------------------
@@ -130,17 +97,6 @@ def test_resume_from_an_older_snapshot(
     moved = {path.name.rpartition("-")[0] for path in trial.dir.glob("abandoned/*")}
     assert moved == newer
     assert ("abandoned" in printed) == bool(newer)
-    assert trial.outcome() == undisturbed()
-
-
-def test_killed_while_going_back(trial: Trial, undisturbed: Undisturbed) -> None:
-    """A crash while snapshots are moved leaves a directory from which the run can resume."""
-    trial.spawn(2, snapshot_every=3, keep_last=9)
-    fault = "kill rank 0 at step 0 in rewinding"
-    trial.spawn_to_fail(2, fault, snapshot_every=3, resume=3)
-    trial.assert_struck(fault)
-    assert "step-00000009" in trial.snapshots, "the kill came between two moves"
-    trial.spawn(2, snapshot_every=3, resume="latest")
     assert trial.outcome() == undisturbed()
 
 
@@ -237,19 +193,3 @@ def test_an_optimizer_whose_state_is_wider_than_its_weights() -> None:
     old.step()
     Objects({"model": model, "optimizer": new}).load(Objects({"model": model, "optimizer": old}).save())
     torch.testing.assert_close(new.state_dict(), old.state_dict(), rtol=0, atol=0)
-
-
-def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]) -> None:
-    trial.spawn(2)
-    capfd.readouterr()
-    trial.spawn(2)
-    printed = capfd.readouterr().out
-    status = json.loads((trial.dir / "status.json").read_text())
-    assert status["measured"]["samples_per_s"] > 0, "as the first start measured it"
-    said = (
-        "nothing left to do in this loop: 15 of 15 steps are done, and the script continues after it; to train it "
-        "longer, ask for more epochs, or begin anew with SAMESTEP_FRESH=1 in the environment"
-    )
-    assert said in printed
-    assert trial.outcome() == undisturbed()
-    assert trial.num_ends == 2

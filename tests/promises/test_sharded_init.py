@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,20 +169,3 @@ def test_a_rank_never_has_the_whole_model() -> None:
     for built, prepared in samestep.spawn(count_bytes, 4, env=SHARDED):
         assert built <= 1.1 * LAYER_BYTES
         assert prepared <= NUM_LAYERS * LAYER_BYTES / 4 + 3 * LAYER_BYTES
-
-
-def load_weights() -> dict[str, Any]:
-    """Return the weights of a model that torch has loaded from those of rank 0."""
-    run = samestep.Run(None, batch_size=8, micro_batch_size=1)
-    with run.sharded_init():
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    run.prepare(model=model)
-    whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).state_dict() if run.rank == 0 else {}
-    set_model_state_dict(model, {**whole}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    return {name: [gather_whole(value), whole.get(name)] for name, value in model.state_dict().items()}
-
-
-def test_torch_loads_weights_into_a_sharded_model() -> None:
-    """As docs/parallelism.md says."""
-    for loaded, expected in samestep.spawn(load_weights, 3, env=SHARDED).values():
-        assert torch.equal(loaded, expected)

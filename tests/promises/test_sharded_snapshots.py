@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
-from safetensors.torch import load_file
-from support.runs import ask
 from support.tiny import Tiny, tiny_run
 
 import samestep
@@ -124,22 +122,3 @@ def test_a_rank_whose_shard_is_not_finite(tmp_path: Path) -> None:
     with pytest.raises(samestep.InvalidValue, match=r"model.weight is not finite after step 4"):
         samestep.spawn(tiny_run, 2, (tmp_path,), given, env=SHARDED)
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2]
-
-
-# --- tools --------------------------------------------------------------------------------------------------------
-
-
-def test_tools_read_the_files_of_all_ranks(tmp_path: Path) -> None:
-    for name, (mode, world_size) in {"a": ("none", 1), "b": ("fsdp2", 3), "c": ("optimizer", 2)}.items():
-        samestep.spawn(tiny_run, world_size, (tmp_path / name,), {"num_steps": 8, "snapshot_every": 4}, env=MODES[mode])
-    digests = {ask("inspect", tmp_path / name, "--digest") for name in "abc"}
-    assert len(digests) == 1
-    ask("inspect", tmp_path / "b", "--check")
-    for name in "abc":
-        ask("export", tmp_path / name, tmp_path / f"{name}.safetensors")
-    whole = load_file(tmp_path / "a.safetensors")
-    for name in "bc":
-        found = load_file(tmp_path / f"{name}.safetensors")
-        assert found.keys() == whole.keys()
-        assert all(torch.equal(found[key], value) for key, value in whole.items())
-        ask("diff", tmp_path / "a", tmp_path / name)

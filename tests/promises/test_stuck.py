@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.tiny import Tiny, tiny_run, update
+from support.tiny import Tiny, update
 from torch import Tensor
 
 import samestep
@@ -57,8 +57,9 @@ def test_a_stuck_rank_is_named(tmp_path: Path, fault: Any, capfd: pytest.Capture
         update(tiny)
 
     def train() -> None:
+        tiny = Tiny(tmp_path)
         with suppress(ValueError):
-            tiny_run(tmp_path, data=DATA, num_steps=12, then=then)
+            tiny.train(data=DATA, num_steps=12, then=then)
         time.sleep(60)  # as a server of the trained model would; the test fails before
 
     with pytest.raises(RuntimeError, match=STUCK[fault]):

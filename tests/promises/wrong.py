@@ -520,8 +520,17 @@ STATES: dict[str, Mistake] = {
 
 MISTAKES = IN_MICRO_BATCHES | LOSSES | LOOPS | PREPARED | DATA | STATES
 
-# Mistakes by which two ranks differ.
+# Mistakes by which two ranks differ, or of which one of two is named.
 RANKS: dict[str, Mistake] = {
+    **{f"a loss of rank {rank} that is nan": in_loop(
+        rf"step 1 is nan in micro-batch {v} \(rank {rank}\)",
+        body=lambda t, x, y, v=v: t.step.backward(
+            mse(t, x, y) * (NAN if (t.step.number, t.step.micro_batch) == (1, v) else 1.0)))
+       for v, rank in ((1, 0), (2, 1))},
+    **{f"a sample of rank {rank} that fails, with {num_workers} workers": in_loop(
+        rf"sample {sample} .*on rank {rank} in step 0",
+        data=Unreadable(sample), shuffle=False, num_workers=num_workers)
+       for sample, rank, num_workers in ((2, 0, 1), (4, 1, 0))},
     "reentrant checkpointing": in_loop(
         r"model\.\w+ got two gradients in one micro-batch .*: use .* with use_reentrant=Fa",
         body=lambda t, x, y: t.step.backward(F.mse_loss(torch.stack(

@@ -1,10 +1,7 @@
 """Waits for conditions for which there is no event."""
 
-import re
-import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 DEADLINE_S = 120.0  # of what takes seconds on an idle machine
 
@@ -17,9 +14,3 @@ def wait_until(condition: Callable[[], object], what: str, every_s: float = 0.00
     while not condition():
         assert time.monotonic() < end, f"not within {DEADLINE_S:.0f} s: {what}"
         time.sleep(every_s)
-
-
-def catches(pid: int, signum: signal.Signals) -> bool:
-    """Return whether a process has a handler for a signal."""
-    [caught] = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(caught, 16) & 1 << (signum - 1))

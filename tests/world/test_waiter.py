@@ -84,7 +84,7 @@ def test_a_wait_is_given_up(monkeypatch: pytest.MonkeyPatch, waiter: Waiter, wai
         message.is_waited_for.wait()
         group._break_connections()
 
-    thread = threading.Thread(target=give_up)
+    thread = threading.Thread(target=give_up, daemon=True)
     thread.start()
     with pytest.raises(PeerFailed, match="another rank has died"):
         wait(group, message)
