@@ -39,7 +39,6 @@ import psutil
 
 from samestep.launch import forkserver, rank_process
 from samestep.launch.rank_process import leave, load_main
-from samestep.world.environment import child_variables
 from support.hosts import Host
 
 TESTS = str(Path(__file__).parents[1])
@@ -142,7 +141,7 @@ def prepare() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ["OMP_WAIT_POLICY"] = "passive"  # if the cores are busy, active waiting costs more
     forkserver.preload()
-    forkserver._start_server = _start_fork_server
+    forkserver._start_server = _fork_server
     importlib.import_module(TORCHRUN_STARTS).Popen = Popen
     import torch
 
@@ -151,23 +150,19 @@ def prepare() -> None:
     _tests = os.getpid()
 
 
-def _start_fork_server(fd: int) -> int:
-    """Start the server of `samestep.spawn`, which forks the ranks."""
-    code = f"import sys; sys.path.append({TESTS!r}); from support.commands import serve; serve({fd})"
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [fd], "start_new_session": True}
-    server = subprocess.Popen([sys.executable, "-P", "-c", code], env=child_variables(), **options)
-    server.returncode = 0  # it ends when this process does; there is nothing to warn about
-    return server.pid
-
-
-def serve(fd: int) -> None:
-    """Run that server. It imports what the modules of tests import, too: 0.3 s in each rank otherwise."""
-    for name in ("pytest", "hypothesis", "hypothesis.strategies"):
-        importlib.import_module(name)
-    forkserver.preload()
-    _forget_finalizers()
-    _use_huge_pages()
-    forkserver.serve(Connection(fd))
+def _fork_server(fd: int) -> int:
+    """Fork this process in place of a new one that imports the same, as the server that forks ranks."""
+    variables = dict(os.environ)
+    if (pid := os.fork()) == 0:
+        try:
+            os.setsid()
+            _leave_tests(variables, [fd])
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            _open_streams(is_unbuffered=False)
+            forkserver.serve(Connection(fd))
+        finally:
+            os._exit(1)
+    return pid
 
 
 def _forget_finalizers() -> None:

@@ -44,8 +44,8 @@ class ForkServer(Held):
     The constructor returns while the server still imports; requests wait in the socket.
 
     Args:
-        fork: fork this process instead of starting a new one, which saves importing modules twice. Only for a process
-            with a single thread that exits after the launch.
+        fork: fork this process instead of starting a new one, so that both import torch once. Only for a process with
+            a single thread that exits after the launch.
 
     Raises:
         Error: no further process can be started.
@@ -62,6 +62,9 @@ class ForkServer(Held):
         hold(self)
 
     def _fork(self, theirs: "Connection[Any, Any]") -> int:
+        gc.disable()  # as in `preload`
+        import torch  # noqa: F401
+
         pid = os.fork()
         if pid == 0:
             try:
@@ -74,6 +77,7 @@ class ForkServer(Held):
                 serve(theirs)
             finally:
                 os._exit(1)
+        gc.enable()
         return pid
 
     def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
@@ -117,7 +121,6 @@ class ForkServer(Held):
         self._has_ended = True
 
 
-_preloaded = False
 _idle_servers: list[ForkServer] = []  # of this process, for its next launch
 
 
@@ -167,8 +170,8 @@ def serve(client: "Connection[Any, Any]") -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # A fork does not copy the threads that numpy starts on import, nor CUDA, which torch.cuda.is_available() starts
     # without the last of these variables.
-    variables = {"OMP_NUM_THREADS": "1", **child_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    os.environ.update(variables)  # noqa: TID251 libraries read it when they are imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # noqa: TID251
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # noqa: TID251
     preload()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server = _Server(client)
@@ -194,7 +197,6 @@ def preload() -> None:
     The garbage collector is off, which saves a quarter of the time. It never visits the imported objects later, so that
     their pages stay shared after the fork.
     """
-    global _preloaded
     gc.disable()
     for name in PRELOAD:
         # A module that cannot be imported fails in the rank that imports it, with a traceback.
@@ -202,12 +204,6 @@ def preload() -> None:
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    _preloaded = True
-
-
-def is_preloaded() -> bool:
-    """Return whether this process, or the one that it is a fork of, has called `preload`."""
-    return _preloaded
 
 
 class _Server:

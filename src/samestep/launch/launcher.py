@@ -1,22 +1,18 @@
 """`samestep launch` and `train`: starts ranks, forwards signals, and reports which rank failed and why."""
 
-import gc
 import os
 import signal
-import sys
-import threading
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.config import Overrides
 from samestep.console import print_error
 from samestep.errors import Error, add_code
-from samestep.launch.forkserver import ForkServer, is_preloaded
+from samestep.launch.forkserver import ForkServer
 from samestep.launch.local_ranks import Ranks
 from samestep.launch.rank_process import FORWARDED_SIGNALS
 from samestep.launch.target import Target
-from samestep.world.environment import child_variables, set_hook
+from samestep.world.environment import set_hook
 
 if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
@@ -40,23 +36,6 @@ def check_target(target: Target) -> None:
     path = Path(target.name)
     if target.kind == "script" and not (path.is_file() and os.access(path, os.R_OK)):
         raise Error(f"there is no script {target.name} that can be read (in {Path.cwd()})", code="SS110")
-
-
-def _open_server(overrides: Overrides) -> ForkServer:
-    """Import torch once, for this process and the ranks. The server then imports what only the ranks need."""
-    is_program = "torch" not in sys.modules or is_preloaded()
-    if not is_program or threading.active_count() > 1:
-        return ForkServer()  # not the program `samestep`: do not fork its state
-    gc.disable()  # saves a quarter of the time of the imports
-    # Before numpy is imported and starts threads, which a fork does not copy.
-    variables = {"OMP_NUM_THREADS": str(overrides.get("num_threads") or 1), **child_variables()}
-    os.environ.update(variables)  # noqa: TID251 libraries read it when they are imported
-    import torch  # noqa: F401
-
-    server = ForkServer(fork=True)
-    gc.freeze()
-    gc.enable()
-    return server
 
 
 def _count_ranks(device: str | None) -> int:
@@ -88,7 +67,9 @@ def run_launch(target: Target, values: dict[str, Any], nodes: "Nodes | None") ->
     if values.pop("tf_config", False):
         set_hook("samestep.launch.tf_config")
     received = record_signals()
-    with closing(_open_server(values)) as server:
+    # Before numpy is imported and starts threads, which a fork does not copy.
+    os.environ.setdefault("OMP_NUM_THREADS", str(values.get("num_threads") or 1))  # noqa: TID251
+    with closing(ForkServer(fork=True)) as server:
         from samestep.launch.agent import Launch, run_agent
 
         count = num_ranks or _count_ranks(values.get("device"))
