@@ -15,7 +15,7 @@ from samestep.launch import agent
 from samestep.launch.agent import Launch, run_agent
 from samestep.launch.link import LOST_S, Link
 from samestep.launch.local_ranks import Ranks
-from samestep.launch.node_messages import Finish, Lost, Message, Print, Signal, encode_message
+from samestep.launch.node_messages import Finish, Lost, Message, Print, Signal
 from samestep.launch.nodes import Nodes
 from samestep.launch.target import Target
 from samestep.world.rendezvous_store import SignedEntries
@@ -111,7 +111,7 @@ def forge(place: Place, entries: SignedEntries) -> None:
     forger = SignedEntries(b"another secret", place.store)
     forger.put("node/1", "0123456789abcdef 7")
     for key in ("a/b/0", "node/0/0"):
-        forger.put(key, encode_message(Signal(9)))
+        forger.put(key, Signal(9))
 
 
 @pytest.mark.parametrize("attack", [overwrite_beat, repeat, forge])

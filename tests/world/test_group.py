@@ -42,18 +42,18 @@ def test_a_text_that_no_rank_has_signed_is_left_out() -> None:
         names = ["beat/0", "beat/1"]
         for name, entries in zip(names, ranks, strict=True):
             entries.put(name, f"of {name}")
-            assert entries.read([name]) == [f"of {name}"]  # an answer on the same connection: the store has received it
-        assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
+            assert entries.get(name, str) == f"of {name}"  # an answer on the same connection: the store has received it
+        assert ranks[0].read(names, str) == ["of beat/0", "of beat/1"]
         (key,) = (key for key in other_program.list_keys() if key.endswith("beat/1"))
         signed = bytes(other_program.get(key))
         other = bytes(other_program.get(key.replace("beat/1", "beat/0")))
         for forged in (b"of beat/1", b"", b"\xff" * 50, signed[:-1] + b"2", other):
             other_program.set(key, forged)
             assert other_program.check([key])
-            assert ranks[0].read(names) == ["of beat/0"], forged
+            assert ranks[0].read(names, str) == ["of beat/0"], forged
         other_program.set(key, signed)
         assert other_program.check([key])
-        assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
+        assert ranks[0].read(names, str) == ["of beat/0", "of beat/1"]
     finally:
         close_group()
 

@@ -12,9 +12,8 @@ from samestep.world import membership
 from samestep.world.membership import (
     Membership,
     name_generation,
-    read_entry,
-    write_entry,
 )
+from samestep.world.rendezvous_store import SignedEntries
 
 IS_CONFIRMED = True  # a rank continues when it knows that all have the result
 
@@ -220,18 +219,19 @@ def store() -> Any:
 
 
 def name(store: Any, number: int, members: Sequence[int]) -> None:
-    write_entry(store, "secret", name_generation(number), members)
+    SignedEntries(b"secret", store).put(name_generation(number), members)
 
 
 def test_only_the_launcher_names_a_generation(store: Any) -> None:
     first, second = name_generation(1), name_generation(2)
-    assert read_entry(store, "secret", first, list[int]) is None
+    entries = SignedEntries(b"secret", store)
+    assert entries.get(first, list[int]) is None
     name(store, 1, [0, 2])
-    assert read_entry(store, "secret", first, list[int]) == [0, 2]
-    assert read_entry(store, "another", first, list[int]) is None
+    assert entries.get(first, list[int]) == [0, 2]
+    assert SignedEntries(b"another", store).get(first, list[int]) is None
     for forged in (store.get(f"samestep/{first}"), b""):  # the former was seen before
         store.set(f"samestep/{second}", forged)
-        assert read_entry(store, "secret", second, list[int]) is None
+        assert entries.get(second, list[int]) is None
 
 
 def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:

@@ -51,7 +51,8 @@ from samestep.world.environment import (
     read_host,
 )
 from samestep.world.host import find_interface, find_source
-from samestep.world.membership import READY, REFUSAL, STUCK, have_come, name_generation, read_entry, write_entry
+from samestep.world.membership import READY, STUCK, have_come, name_generation
+from samestep.world.rendezvous_store import SignedEntries
 
 GREETING_S = 10.0  # for a store to answer
 SAY_S = 5.0  # an agent that waits longer for node 0 says so
@@ -175,6 +176,7 @@ class Supervision:
         self._link = link
         self._open_store = open_store
         self._store: Any = None
+        self._entries: Any = None  # of this store
         self._supervisor = Supervisor(policy, time.monotonic())
         self._handle(0, agent.describe())
 
@@ -194,12 +196,13 @@ class Supervision:
     def _handle(self, node: int, event: Message) -> None:
         for target, command in self._supervisor.handle(node, event, time.monotonic()):
             if isinstance(command, Continue):
-                write_entry(self._store, self._agent.secret, name_generation(command.number), command.members)
+                self._entries.put(name_generation(command.number), command.members)
                 continue
             told = command
             if isinstance(command, Start):
                 if target == 0:
                     self._store = self._open_store()
+                    self._entries = SignedEntries(self._agent.secret.encode(), self._store)
                 told = replace(command, port=int(self._store.port))
             if target == 0:
                 self._agent.execute(told)
@@ -208,15 +211,13 @@ class Supervision:
 
     def _read_board(self) -> Board:
         store = self._store
-        secret = self._agent.secret
         generation = self._supervisor.generation
-        stuck, reason = read_entry(store, secret, STUCK, tuple[list[int], str]) or ([], "")
+        stuck, reason = self._entries.get(STUCK, tuple[list[int], str]) or ([], "")
         return Board(
             is_ready=int(store.add(READY, 0)) >= self._supervisor.world_size,
             has_met=have_come(store, generation.number, generation.members),
             stuck=stuck,
             reason=reason,
-            refusal=read_entry(store, secret, REFUSAL, str) or "",
         )
 
 

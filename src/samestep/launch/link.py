@@ -11,11 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.launch.node_messages import Lost, Message, decode_message, encode_message
+from samestep.launch.node_messages import Lost, Message
 from samestep.world.rendezvous_store import SignedEntries
 
 EVERY_S = 0.05  # between two looks into the store
@@ -40,7 +39,7 @@ class Peer:
     beat_s: float = 0.0
     sent: int = 0
     received: int = 0
-    waiting: deque[str] = field(default_factory=deque)
+    waiting: deque[Message] = field(default_factory=deque)
 
     @property
     def process(self) -> str:
@@ -75,7 +74,7 @@ class Link(threading.Thread):
 
     def send(self, node: int, message: Message) -> None:
         """Send a message, now or once the node is there."""
-        self._peers[node].waiting.append(encode_message(message))
+        self._peers[node].waiting.append(message)
 
     def receive(self) -> list[tuple[int, Message]]:
         """Return the messages that have arrived, each with its node; `Lost` for a node that no longer answers."""
@@ -99,7 +98,8 @@ class Link(threading.Thread):
             while not self._is_closing.wait(EVERY_S):
                 self._work(entries)
             self._say_goodbye(entries)
-        except (RuntimeError, OSError):  # the store has closed, or cannot be reached
+        # The store has closed, or cannot be reached, or the other node has another version of samestep.
+        except (RuntimeError, OSError, ValueError):
             for node, peer in self._peers.items():
                 if self.is_open:
                     self._lose(node, peer)
@@ -124,18 +124,18 @@ class Link(threading.Thread):
         self.is_open = True
 
     def _exchange(self, entries: SignedEntries, node: int, peer: Peer) -> None:
-        texts = entries.read([f"node/{node}"])
-        if not texts:  # it is not there, or a stranger has written its entry
+        beat = entries.get(f"node/{node}", str)
+        if beat is None:  # it is not there, or a stranger has written its entry
             return
-        if texts[0] != peer.beat and not self._note_beat(node, peer, texts[0]):
+        if beat != peer.beat and not self._note_beat(node, peer, beat):
             return
         while peer.waiting:
             entries.put(f"{self._process}/{peer.process}/{peer.sent}", peer.waiting.popleft())
             peer.sent += 1
-        while arrived := entries.read([f"{peer.process}/{self._process}/{peer.received}"]):
+        kind: Any = Message  # a union is no type for mypy
+        while (message := entries.get(f"{peer.process}/{self._process}/{peer.received}", kind)) is not None:
             peer.received += 1
-            with suppress(ValueError):
-                self._inbox.append((node, decode_message(arrived[0])))
+            self._inbox.append((node, message))
         if " -" in peer.beat or time.monotonic() > peer.beat_s + LOST_S:
             self._lose(node, peer)
 

@@ -1,8 +1,7 @@
 """What the nodes of a launch report to its supervisor, and what it tells them to do. A node is one machine's agent."""
 
-from msgspec import Struct, json
+from msgspec import Struct
 
-from samestep.decoding import decode
 from samestep.launch.failure import RankFailure
 from samestep.world.environment import Outcome, Restart
 
@@ -68,14 +67,12 @@ class Board(Struct, tag=True, frozen=True):
         has_met: all members of the newest generation have come to it.
         stuck: ranks that do not respond.
         reason: why they must end.
-        refusal: why no rank can continue after a death; "" if they can.
     """
 
     is_ready: bool
     has_met: bool
     stuck: list[int] = []
     reason: str = ""
-    refusal: str = ""
 
 
 Event = Tick | Joined | Ended | Signalled | Broken | Lost | Board
@@ -161,13 +158,3 @@ class Finish(Struct, tag=True, frozen=True):
 
 Command = Start | Signal | EndStuck | Continue | Print | Report | Finish
 Message = Event | Command
-
-
-def encode_message(message: Message) -> str:
-    """Return a message as JSON."""
-    return json.encode(message).decode()
-
-
-def decode_message(text: str) -> Message:
-    """Return the message. Raises ValueError if it is none, or one of another version of samestep."""
-    return decode(text, Message)  # type: ignore[arg-type]  # a union is no type for mypy

@@ -365,7 +365,7 @@ class Supervisor:
         self.generation.number += 1
         if members:
             self.generation.members = members
-            self._board = Board(is_ready=self._board.is_ready, has_met=False, refusal=self._board.refusal)
+            self._board = Board(is_ready=self._board.is_ready, has_met=False)
         self._tell(0, Continue(self.generation.number, members))
 
     def _explain_no_healing(self) -> str:
@@ -375,11 +375,10 @@ class Supervisor:
         is_alone = dead.issuperset(self.generation.members)
         if not dead or is_alone or any(failure.kind == "error" for failure in failures):
             return ""
-        refusals = [self._board.refusal, *[failure.refusal for failure in failures]]
-        if refusal := next(filter(None, refusals), ""):
+        if refusal := next(filter(None, [failure.refusal for failure in failures]), ""):
             return refusal
         if not self._board.is_ready:
-            return "not all had begun their first loop"
+            return "not all had begun a loop in which they can"
         has_ended = any(rank.state is RankState.SUCCEEDED for rank in self._ranks)
         return "one had already ended its script" if has_ended else "they have not formed a new group"
 

@@ -182,7 +182,7 @@ def begin_healing(
     group = context.group
     if problem := _find_problem(context, interceptors):
         reason = f"--heal does not support {problem}"
-        group.refuse_healing(environment, reason)
+        group.refuse_healing()
         then = "all start again from the newest snapshot, as often as --max-restarts permits"
         context.say(f"{reason}: if a rank dies, {then}")
         return

@@ -16,7 +16,6 @@ from pathlib import Path
 from msgspec import Struct, to_builtins
 from msgspec.structs import asdict, replace
 
-from samestep.decoding import decode
 from samestep.files import replace_file
 from samestep.watch.decision import (
     Action,
@@ -165,8 +164,8 @@ class BeatExchange:
         with suppress(RuntimeError, OSError):  # the store has closed
             self._put(self._sent)
             ranks = self._others if self.leads(time.monotonic()) else self._lower
-            for text in self._entries.read([f"beat/{rank}" for rank in ranks]) or ():
-                self.read(text)
+            for message in self._entries.read([f"beat/{rank}" for rank in ranks], Message) or ():
+                self.note(message)
             self.answered_s = time.monotonic()
 
     def finish(self) -> None:
@@ -174,10 +173,9 @@ class BeatExchange:
         with suppress(RuntimeError, OSError):
             self._put(Message(replace(self._sent.beat, phase="ended", number=next(_numbers))))
 
-    def read(self, text: str) -> None:
-        """Read a message of another rank. An older one that was written again is ignored."""
+    def note(self, message: Message) -> None:
+        """Note a message of another rank. An older one that was written again is ignored."""
         now_s = time.monotonic()
-        message = decode(text, Message)
         rank = message.beat.rank
         if rank in self._beats and message.beat.number <= self._beats[rank][0].number:
             return
@@ -204,7 +202,7 @@ class BeatExchange:
 
     def _put(self, message: Message) -> None:
         if self._entries is not None:
-            self._entries.put(f"beat/{self._rank}", json.dumps(to_builtins(message)))
+            self._entries.put(f"beat/{self._rank}", message)
 
 
 @dataclass(frozen=True)

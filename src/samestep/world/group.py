@@ -27,13 +27,11 @@ from samestep.world.environment import Environment
 from samestep.world.local_sockets import connect
 from samestep.world.membership import (
     GENERATION_S,
-    REFUSAL,
     STUCK,
     Change,
     LossWatch,
     Membership,
     is_settled,
-    write_entry,
 )
 from samestep.world.process_group import (
     NCCL,
@@ -124,8 +122,6 @@ class Group(Transport, Held):
             notify: called on all survivors after a death, in the new group.
         """
         self._notify = notify
-        if self._refuses and self.rank == 0:
-            write_entry(connect_to_store(), environment.secret, REFUSAL, "")
         self._refuses = False
         if self._membership is None:
             store = connect_to_store()
@@ -140,15 +136,13 @@ class Group(Transport, Held):
         if self._membership is not None:
             self._membership.announce()
 
-    def refuse_healing(self, environment: Environment, reason: str) -> None:
-        """Let no rank continue if one dies, until the next call of `begin_healing`. `reason`: a clause."""
+    def refuse_healing(self) -> None:
+        """Let no rank continue if one dies, until the next call of `begin_healing`."""
         self._refuses = True
-        if self.rank == 0:
-            write_entry(connect_to_store(), environment.secret, REFUSAL, reason)
 
     def request_end(self, environment: Environment, members: Sequence[int], reason: str) -> None:
         """Request that the launchers of other hosts end stuck ranks, as numbered at the start. In any thread."""
-        write_entry(connect_to_store(), environment.secret, STUCK, (members, reason))
+        SignedEntries(environment.secret.encode(), connect_to_store()).put(STUCK, (members, reason))
 
     def is_lost(self, member: int) -> bool:
         """Return whether the other ranks continue without `member`, as numbered at the start. In any thread."""

@@ -4,23 +4,18 @@ The launcher names the survivors of a death, in a generation. The survivors leav
 and compare how far they are.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from samestep.decoding import decode
 from samestep.errors import NotHealed, PeerFailed
 from samestep.lifetime import Held, hold
 from samestep.world.rendezvous_store import SignedEntries
 
-T = TypeVar("T")
-
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
-REFUSAL = "heal/refusal"  # the entry that says why none can: a clause
 STUCK = "heal/stuck"  # the entry that has ranks, as numbered at the start, which their launcher must end, and why
 GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to connect
 POLL_S = 0.001
@@ -29,17 +24,6 @@ NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections ar
 # Ranks that have died while this process continued. Also later runs of it do without them: its place among the
 # launcher's ranks is that of the process.
 _gone: list[int] = []
-
-
-def write_entry(store: Any, secret: str, name: str, value: Any) -> None:
-    """Write what the launcher or a rank has decided, such as the members of a generation. Signed with the secret."""
-    SignedEntries(secret.encode(), store).put(name, json.dumps(value))
-
-
-def read_entry(store: Any, secret: str, name: str, kind: type[T]) -> T | None:
-    """Return what `write_entry` wrote; None if there is nothing, or the signature is wrong."""
-    texts = SignedEntries(secret.encode(), store).read([name])
-    return decode(texts[0], kind) if texts else None
 
 
 def name_generation(number: int) -> str:
@@ -138,7 +122,7 @@ class Membership:
         return self.members.index(self.own)
 
     def _read_generation(self, store: Any, number: int) -> list[int] | None:
-        return read_entry(store, self._secret, name_generation(number), list[int])
+        return SignedEntries(self._secret.encode(), store).get(name_generation(number), list[int])
 
     def complete(self) -> None:
         """Note that a collective is complete on all ranks."""

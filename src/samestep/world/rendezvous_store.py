@@ -1,4 +1,4 @@
-"""What ranks exchange through the rendezvous store, without a collective: entries, signed entries, and JSON values."""
+"""JSON values that ranks exchange through the rendezvous store, without a collective: signed entries, and others."""
 
 import hmac
 import json
@@ -6,12 +6,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from msgspec import to_builtins
 
+from samestep.decoding import decode
 from samestep.waiting import wait_until
 from samestep.world.environment import Environment, has_agent_store, read_master
+
+T = TypeVar("T")
 
 MAC_BYTES = 32
 POLL_S = 0.002
@@ -28,7 +32,7 @@ def is_first(name: str) -> bool:
 
 
 class SignedEntries:
-    """Signed entries of a store.
+    """Signed entries of a store, each with a value that is written as JSON.
 
     Everything that reaches the store's port can write to it, so entries are signed with a key that only the ranks, or
     they and their launcher, have.
@@ -44,14 +48,22 @@ class SignedEntries:
         self._store = store
         self._key = key
 
-    def put(self, name: str, text: str) -> None:
+    def put(self, name: str, value: Any) -> None:
         """Write the entry `name`, replacing an earlier one. Raises RuntimeError if the store has closed."""
-        self._store.set(f"samestep/{name}", self._sign(name, text.encode()) + text.encode())
+        text = json.dumps(to_builtins(value)).encode()
+        self._store.set(f"samestep/{name}", self._sign(name, text) + text)
 
-    def read(self, names: Sequence[str]) -> list[str] | None:
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """Read the entry `name`; None if it does not exist, or its signature is wrong. Raises as `read`."""
+        found = self.read([name], kind)
+        return found[0] if found else None
+
+    def read(self, names: Sequence[str], kind: type[T]) -> list[T] | None:
         """Read the entries `names`, without those whose signature is wrong; None if one does not exist yet.
 
-        Raises RuntimeError if the store has closed.
+        Raises:
+            RuntimeError: the store has closed.
+            ValueError: another version of samestep has written an entry.
         """
         keys = [f"samestep/{name}" for name in names]
         if not keys:
@@ -60,7 +72,7 @@ class SignedEntries:
             return None
         values = [bytes(value) for value in self._store.multi_get(keys)]
         return [
-            value[MAC_BYTES:].decode()
+            decode(value[MAC_BYTES:], kind)
             for name, value in zip(names, values, strict=True)
             if hmac.compare_digest(value[:MAC_BYTES], self._sign(name, value[MAC_BYTES:]))
         ]
