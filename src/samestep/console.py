@@ -14,6 +14,8 @@ from typing import Any, TextIO
 # C0 except tab and newline, DEL, C1, marks that change the direction of text, surrogates.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_terminal = 2  # the launcher's standard error; without a launcher, that of this process
+
 COLOURS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[1;31m"}
 _CLEAR_LINE = "\r\x1b[2K"
 
@@ -21,6 +23,17 @@ _CLEAR_LINE = "\r\x1b[2K"
 def escape(text: str) -> str:
     r"""Escape control characters, such as `\x1b`, except tabs and newlines."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def set_terminal(file: int) -> None:
+    """Set the file descriptor of the terminal, in a rank whose own output may not be shown."""
+    global _terminal
+    _terminal = file
+
+
+def read_terminal() -> int:
+    """Return the file descriptor of the terminal."""
+    return _terminal
 
 
 def say(sentence: str) -> None:

@@ -15,9 +15,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -260,7 +259,7 @@ class _Server:
         # This process ignores them, and a rank would lose one until it has its handlers: `run_rank` unblocks them.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         for fields in ranks:
-            pid = self.fork(partial(self.become_rank, os.getpid(), out, err, {**common, **fields}))
+            pid = self.fork(out, err, {**common, **fields})
             self.ranks[pid] = fields["rank"], os.pidfd_open(pid)
             self.selector.register(self.ranks[pid][1], selectors.EVENT_READ)
             pids[fields["rank"]] = pid
@@ -269,8 +268,9 @@ class _Server:
         os.close(out)
         os.close(err)
 
-    def fork(self, run: Callable[[], None]) -> int:
-        """Fork a process that calls `run` and ends. Returns its pid. Raises Error if there can be no further one."""
+    def fork(self, out: int, err: int, fields: dict[str, Any]) -> int:
+        """Fork a rank. Returns its pid. Raises Error if there can be no further process."""
+        server_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -278,29 +278,12 @@ class _Server:
         if pid == 0:
             try:
                 self.client.close()
-                run()
+                become_rank(server_pid, out, err, fields)
             except Exception:
                 traceback.print_exc()
             finally:
                 os._exit(1)
         return pid
-
-    def become_rank(self, server_pid: int, out: int, err: int, fields: dict[str, Any]) -> NoReturn:
-        """In the child: become the leader of a session that ends with the server, and run the rank."""
-        os.setsid()
-        die_with_parent()
-        if os.getppid() != server_pid:
-            os._exit(1)
-        for signum in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR1, keep_signal)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        os.close(out)
-        early = f"{fields['directory']}/rank{fields['rank']}.log"
-        fields["variables"] |= install(early, err, is_shown=fields.pop("is_shown"))
-        run_rank(**fields)
 
     def reap(self) -> None:
         """Reap the ranks that have ended, and kill the remaining processes of their groups."""
@@ -327,3 +310,20 @@ class _Server:
             else:
                 with suppress(OSError):  # it has just ended
                     os.kill(pid, signum)
+
+
+def become_rank(server_pid: int, out: int, err: int, fields: dict[str, Any]) -> NoReturn:
+    """In a child of the server: become the leader of a session that ends with the server, and run the rank."""
+    os.setsid()
+    die_with_parent()
+    if os.getppid() != server_pid:
+        os._exit(1)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, keep_signal)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    install(Path(fields["directory"], f"rank{fields['rank']}.log"), err, is_shown=fields.pop("is_shown"))
+    run_rank(**fields)

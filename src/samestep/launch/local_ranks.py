@@ -181,13 +181,6 @@ class Ranks:
                 write_failure(rank, str(self.directory), Stuck(reason), 1)
                 kill_group(pid)
 
-    def read_outcome(self) -> Outcome:
-        """Return how the run of the ranks has ended, if they have noted it."""
-        try:
-            return Outcome(read_text(self.directory / OUTCOME))
-        except (OSError, ValueError):
-            return Outcome.UNKNOWN
-
     def report(self, report: Report) -> None:
         """Print the failure of a rank, whose output is complete; the reason comes last, and once."""
         failure = self.complete(report.failure)
@@ -244,4 +237,7 @@ class Ranks:
             if log and failure.traceback and not failure.secondary:  # not printed by the rank
                 with suppress(OSError), open(log, "a", opener=open_regular) as file:
                     file.write(failure.traceback)
-        return Ended(rank, code, time_s, failure, self.read_outcome())
+        outcome = Outcome.UNKNOWN
+        with suppress(OSError, ValueError):  # no run has noted how it has ended
+            outcome = Outcome(read_text(self.directory / OUTCOME))
+        return Ended(rank, code, time_s, failure, outcome)

@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.console import say
+from samestep.console import say, set_terminal
 from samestep.files import open_regular, replacing
-from samestep.world.environment import LOG, TERMINAL, read_early_log
+
+_early: Path | None = None  # under samestep's launcher, where it finds this rank's log, or a link to it
 
 
 class Output(io.FileIO):
@@ -26,20 +27,22 @@ class Output(io.FileIO):
             return memoryview(data).nbytes
 
 
-def install(early: str, terminal: int, *, is_shown: bool) -> dict[str, str]:
+def install(early: Path, terminal: int, *, is_shown: bool) -> None:
     """In the process of a rank: let file descriptors 1 and 2, if not shown, write to `early`, a file of the launcher.
 
-    Returns environment variables for the rank. `terminal`: the launcher's standard error.
+    `terminal`: the launcher's standard error.
     """
+    global _early
+    _early = early
+    set_terminal(terminal)
     if not is_shown:
         with open(early, "xb", opener=open_regular) as file:
             _replace_output(file.fileno())
-    return {TERMINAL: f"{os.getpid()}:{terminal}", LOG: f"{os.getpid()}:{early}"}
 
 
 def start_log(path: Path) -> None:
     """Write the past and future output of this rank to `path`, unless it is shown. Only under samestep's launcher."""
-    early = read_early_log()
+    early = _early
     if early is None:
         return
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.console import escape
+from samestep.console import escape, read_terminal
 from samestep.data.order_files import list_orders
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import open_regular, replacing
@@ -29,7 +29,7 @@ from samestep.snapshot.resume_point import CopyContent, ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS
-from samestep.world.environment import read_host, read_terminal
+from samestep.world.environment import read_host
 from samestep.world.group import Group
 
 CHUNK_BYTES = 16 << 20

@@ -46,30 +46,20 @@ MISSED = 4  # missing beats after which a rank counts as silent
 
 
 class BeatBuilder:
-    """Builds the beats of one loop. Observes the thread that creates it.
+    """Builds the beats of a rank. Observes the thread that creates it.
 
     Args:
-        clock: the phases of this rank.
-        rank, host: of this process.
         system: identity of the host, see `read_host_id`.
-        interval_s: time between two beats.
         began_step: the first step of this start of the run.
     """
 
-    def __init__(
-        self, clock: PhaseClock, rank: int, host: str, system: str, *, interval_s: float, began_step: int
-    ) -> None:
+    def __init__(self, clock: PhaseClock, facts: RankFacts, system: str, began_step: int) -> None:
         self._clock = clock
-        self._rank = rank
-        self._host = host
+        self._facts = facts
         self._system = system
-        self._interval_s = interval_s
         self._began_step = began_step
         self._ident = threading.get_ident()
         self._native_id = threading.get_native_id()
-        spent_s = clock.spent_s()  # in earlier loops; before the first loop, only the start, which counts
-        self._spent_before_s = spent_s if len(spent_s) > 1 else {}
-        self._num_before = clock.tallies["loading"].num
         self._before: tuple[float, ThreadState] | None = None  # the previous state, and its time
         self._written = 0  # bytes
         self._moved_s = 0.0
@@ -80,9 +70,10 @@ class BeatBuilder:
         phase, step, since_s = self._clock.now
         state = ThreadState()
         is_busy = False
-        if now_s - since_s > self._interval_s:
+        interval_s = self._facts.limits.interval_s
+        if now_s - since_s > interval_s:
             state = read_thread_state(self._ident, self._native_id)
-            if self._before is not None and now_s > self._before[0] + self._interval_s / 2:
+            if self._before is not None and now_s > self._before[0] + interval_s / 2:
                 before_s, before = self._before
                 is_busy = state.cpu_s - before.cpu_s > (now_s - before_s) / 2
             if phase == "saving":
@@ -94,8 +85,8 @@ class BeatBuilder:
         else:
             self._before = None
         return Beat(
-            rank=self._rank,
-            host=self._host,
+            rank=self._facts.rank,
+            host=self._facts.host,
             pid=os.getpid(),
             number=next(_numbers),
             step=step,
@@ -105,12 +96,9 @@ class BeatBuilder:
             num_seen=self._clock.tallies[phase].num,
             longest_s=self._clock.tallies[phase].longest_s,
             is_busy=is_busy,
-            spent_s={
-                name: round(spent_s - self._spent_before_s.get(name, 0.0), 6)
-                for name, spent_s in self._clock.spent_s().items()
-            },
+            spent_s={name: round(spent_s, 6) for name, spent_s in self._clock.spent_s().items()},
             num_steps=step - self._began_step,
-            num_micro_batches=self._clock.tallies["loading"].num - self._num_before,
+            num_micro_batches=self._clock.tallies["loading"].num,
             **asdict(state),
         )
 
@@ -159,13 +147,12 @@ class BeatExchange:
 
     def exchange(self) -> None:
         """Send the message, and read those of others."""
-        if self._entries is None:
-            return
         with suppress(RuntimeError, OSError):  # the store has closed
             self._put(self._sent)
             ranks = self._others if self.leads(time.monotonic()) else self._lower
-            for message in self._entries.read([f"beat/{rank}" for rank in ranks], Message) or ():
-                self.note(message)
+            if self._entries is not None:
+                for message in self._entries.read([f"beat/{rank}" for rank in ranks], Message) or ():
+                    self.note(message)
             self.answered_s = time.monotonic()
 
     def finish(self) -> None:
@@ -235,27 +222,24 @@ class Heartbeat:
     def __init__(self, clock: PhaseClock, facts: RankFacts, files: Files, entries: SignedEntries | None) -> None:
         self.limits = facts.limits
         self._facts = facts
-        self._is_alone = entries is None
-        interval_s = facts.limits.interval_s
-        self._interval_s = interval_s
+        self._interval_s = facts.limits.interval_s
         self._system = read_host_id("pid") or facts.host
-        self._builder = BeatBuilder(
-            clock, facts.rank, facts.host, self._system, interval_s=interval_s, began_step=files.began_step
-        )
+        self._builder = BeatBuilder(clock, facts, self._system, files.began_step)
         self._files = files
         self._shown: Sequence[Beat] | None = None  # the states of all ranks, for the thread that writes them
         self._has_written = False
         first = Message(self._builder.build())
-        self._exchange = BeatExchange(entries, facts.rank, facts.members, interval_s, first)
+        self._exchange = BeatExchange(entries, facts.rank, facts.members, self._interval_s, first)
         self._state: State = Moving()
         self._checked_s = self._awake_since_s = time.monotonic()
         self._failures = set[str]()  # that were printed
         self._closed = threading.Event()
         self._is_last = True
-        self._publishing = self._start("publish", self._publish, self._finish_publishing)
-        self._threads = [self._start("watch", self._check, self._finish_checking)]
-        if not self._is_alone:
-            self._threads.append(self._start("exchange", self._exchange.exchange, self._exchange.finish))
+        self._threads = [
+            self._start("watch", self._check, self._finish_checking),
+            self._start("exchange", self._exchange.exchange, self._exchange.finish),
+            self._start("publish", self._publish, self._finish_publishing),
+        ]
 
     def close(self, *, is_last: bool = True) -> None:
         """End the threads, unless they are blocked. A second call does nothing.
@@ -267,7 +251,7 @@ class Heartbeat:
             return
         self._is_last = is_last
         self._closed.set()
-        for thread in (*self._threads, self._publishing):
+        for thread in self._threads:
             thread.join(JOIN_S)
 
     def _start(self, name: str, work: Callable[[], None], finish: Callable[[], None]) -> threading.Thread:
@@ -334,7 +318,7 @@ class Heartbeat:
         if ranks is not None:
             self._shown = ranks
             ranks = [beat for beat in ranks if not self._facts.is_lost(beat.rank)]
-        cut_off_s = 0.0 if self._is_alone else now_s - max(self._exchange.answered_s, self._awake_since_s)
+        cut_off_s = now_s - max(self._exchange.answered_s, self._awake_since_s)
         view = View(now_s, now_s - self._awake_since_s, cut_off_s, own, ranks, self._exchange.order)
         self._state, actions = decide(self._state, view, self._facts)
         order = self._state.order if isinstance(self._state, Ending) else None

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any, TextIO
 
-from samestep.console import escape
+from samestep.console import escape, read_terminal
 from samestep.units import format_time
 from samestep.watch.trackers.protocol import to_number
-from samestep.world.environment import drop_output, read_terminal
+from samestep.world.environment import drop_output
 
 # Between two lines: a part of the loop's time so far, so that a long run does not print millions of them.
 LEAST_S, MOST_S = 2.0, 60.0

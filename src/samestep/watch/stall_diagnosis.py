@@ -84,9 +84,8 @@ class Beat(ThreadState, frozen=True, kw_only=True):
         for_s: seconds without progress: no change of phase or micro-batch, no bytes written to a snapshot.
         num_seen, longest_s: how often this phase has ended, and its longest duration after WARM_UP.
         is_busy: it uses the CPU.
-        spent_s: phase -> total seconds in this loop; for the first loop of a start, since the start.
-        num_steps: steps in this loop.
-        num_micro_batches: micro-batches loaded so far.
+        spent_s: phase -> total seconds since the start.
+        num_steps, num_micro_batches: of this start, so far.
         age_s: seconds since this arrived.
         is_silent: the next beat is overdue.
         process: state of its process: "stopped", "dead", "alive", or "" on another host.

@@ -20,15 +20,13 @@ from samestep.world import launchers
 
 TRACE = PREFIX + "TRACE"
 HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin(), called in each rank first
-TERMINAL = PREFIX + "TERMINAL"  # pid:file, the launcher's stderr
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
-LOG = PREFIX + "LOG"  # pid:path, see `read_early_log`
 HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one
 RESTART = PREFIX + "RESTART"  # a `Restart`
 CONTINUES = PREFIX + "CONTINUES"  # a `BegunRun`
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
-_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, HEAL, CONTINUES, SECRET)  # no misspelled options
+_INTERNAL = (TRACE, HOOK, SRUN, HEAL, CONTINUES, SECRET)  # no misspelled options
 
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 OUTCOME = "outcome"  # holds an `Outcome`
@@ -288,22 +286,6 @@ def fix_hash_seed() -> None:
     if "PYTHONHASHSEED" not in os.environ and not sys.flags.ignore_environment and sys.executable:
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def read_terminal() -> int:
-    """Return the launcher's standard error; without a launcher, that of this process."""
-    return int(_read_own(TERMINAL) or 2)
-
-
-def read_early_log() -> Path | None:
-    """Return where this rank's log, or a link to it, is for samestep's launcher; None under another launcher."""
-    path = _read_own(LOG)
-    return Path(path) if path else None
-
-
-def _read_own(name: str) -> str:
-    pid, _, value = os.environ.get(name, "").partition(":")  # an inherited value is the parent's
-    return value if pid == str(os.getpid()) else ""
 
 
 def child_variables() -> dict[str, str]:

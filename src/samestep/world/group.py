@@ -13,8 +13,8 @@ The death of rank 1 of 4, in the order of time:
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -57,32 +57,16 @@ def may_be_death(error: RuntimeError) -> bool:
     return type(error) is RuntimeError or isinstance(error, (PeerFailed, dist.DistError))
 
 
-class Block:
-    """A block of code, `with block:`, that can be run any number of times. Attribute `is_open`: whether it runs now."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-    def __enter__(self) -> None:
-        self.is_open = True
-
-    def __exit__(self, *_: object) -> None:
-        self.is_open = False
-
-
 class Group(Transport, Held):
     """All ranks of the run.
 
     After `begin_healing`, a collective either completes on all ranks, or, if one dies meanwhile, the survivors form a
     new group and repeat it. So `rank` and `world_size` can change in each call.
-
-    Attributes:
-        together: makes the collectives in its block part of one, which `confirm` completes: a death in them raises.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> None:
         super().__init__(rank, world_size, device, local_rank=local_rank)
-        self.together = Block()
+        self._are_together = False
         self._membership: Membership | None = None
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
@@ -194,7 +178,7 @@ class Group(Transport, Held):
         while True:
             membership.leave(self._leave)
             membership.advance(reason)
-            with suppress(RuntimeError), self.together:  # a further rank has died
+            with suppress(RuntimeError), self.together():  # a further rank has died
                 self._join(membership)
                 return self.gather_number(membership.position)
 
@@ -237,14 +221,23 @@ class Group(Transport, Held):
             self.local_sockets.close()
         release_connections()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make the collectives in this block part of one, which `confirm` completes: a death in them raises."""
+        self._are_together = True
+        try:
+            yield
+        finally:
+            self._are_together = False
+
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""
-        if not self.can_heal or self.together.is_open:
+        if not self.can_heal or self._are_together:
             return collective()
         while True:
             result: list[T] = []
             try:
-                with self.together:
+                with self.together():
                     result.append(collective())
                 self.confirm(on_device=on_device)
                 return result[0]

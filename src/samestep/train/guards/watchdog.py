@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from samestep.console import escape
+from samestep.console import escape, read_terminal
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
@@ -23,7 +23,7 @@ from samestep.watch.decision import RankFacts
 from samestep.watch.heartbeat import Files, Heartbeat
 from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.stall_diagnosis import Limits, build_limits
-from samestep.world.environment import read_host, read_terminal
+from samestep.world.environment import read_host
 
 EXIT_CODE = 1
 WRITE_S = 2.0  # to write why a rank is stuck: a disk can hang
@@ -42,6 +42,7 @@ class Watchdog(PhaseClock, Held):
         self._state = state
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
+        self._began_step: int | None = None  # the first step of this start
 
     def leave(self, step: int) -> None:
         """The script has left the loop. Other ranks may wait for this one."""
@@ -89,8 +90,9 @@ class Watchdog(PhaseClock, Held):
             can_heal=group.can_heal,
             is_lost=group.is_lost,
         )
-        path = context.location.path
-        files = Files(path, self._may_write, context.config.micro_batch_size, self._state.steps_done)
+        if self._began_step is None:
+            self._began_step = self._state.steps_done
+        files = Files(context.location.path, self._may_write, context.config.micro_batch_size, self._began_step)
         self._heartbeat = Heartbeat(self, facts, files, group.open_lasting_entries())
 
     def _may_write(self) -> bool:

@@ -422,7 +422,7 @@ class Step:
         group = self._parts.context.group
         reduced: Reduced | None = None
         try:
-            with group.together:
+            with group.together():
                 exchanged = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
                 for each in self._parts.observers.interceptors:
                     yield from each.after_exchange(self, exchanged)

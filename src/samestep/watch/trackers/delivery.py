@@ -66,25 +66,29 @@ class Trackers:
             values = {name: _copy(value) for name, value in values.items()}
         for delivery in self._running:
             delivery.put(values, step)
-            if delivery.failure and not delivery.is_reported:
-                delivery.is_reported = True
-                self._warn(f"tracker {delivery.name} failed, and the row is lost: {delivery.failure}")
+            self._report(delivery)
 
     def finish(self, status: str) -> None:
         """Deliver the remaining rows and close all trackers. They can be started again. A second call does nothing."""
         for delivery in self._running:
             delivery.close(status)
         for delivery in self._running:
-            if failure := delivery.join():
-                self._warn(f"tracker {delivery.name} {failure}")
+            delivery.join()
+            self._report(delivery)
         self._running = []
+
+    def _report(self, delivery: "_Delivery") -> None:
+        """Print the first failure of a tracker."""
+        if delivery.failure and not delivery.is_reported:
+            delivery.is_reported = True
+            self._warn(f"tracker {delivery.name} has failed, and may lack rows: {delivery.failure}")
 
 
 class _Delivery:
     """The rows that wait for a tracker, and the thread that passes them on.
 
     Attributes:
-        failure: the last exception of the tracker; "": none.
+        failure: why it has not taken something; "" if it has taken all.
         is_reported: it has been printed.
     """
 
@@ -95,51 +99,46 @@ class _Delivery:
         self._tracker = tracker
         self._rows: SimpleQueue[tuple[Mapping[str, Any], int, int] | str] = SimpleQueue()  # values, step, bytes; status
         self._put_bytes = self._taken_bytes = 0  # each is counted by one thread
-        self._num_rows = self._num_sent = self._num_calls = 0
+        self._num_calls = 0
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def put(self, values: Mapping[str, Any], step: int) -> None:
         """Add a row to the queue. If too many rows wait, it is dropped."""
         num_bytes = _ROW_BYTES + sum(getattr(value, "nbytes", 0) for value in values.values())
-        self._num_rows += 1
-        if self._put_bytes - self._taken_bytes + num_bytes <= MAX_BYTES:
-            self._put_bytes += num_bytes
-            self._rows.put((values, step, num_bytes))
+        if self._put_bytes - self._taken_bytes + num_bytes > MAX_BYTES:
+            self.failure = f"it is slow, and rows of {MAX_BYTES >> 20} MB wait for it"
+            return
+        self._put_bytes += num_bytes
+        self._rows.put((values, step, num_bytes))
 
     def close(self, status: str) -> None:
         """Let the thread deliver what is left, and finish the tracker."""
         self._rows.put(status)
 
-    def join(self) -> str:
-        """Wait for the thread. Return a description of failures; "" if all rows were delivered."""
+    def join(self) -> None:
+        """Wait for the thread, as long as its calls return."""
         num_calls = -1
         while self._thread.is_alive() and self._num_calls != num_calls:
             num_calls = self._num_calls
             self._thread.join(PATIENCE_S)
-        num_lost = self._num_rows - self._num_sent
-        lost = f"{num_lost} of {self._num_rows} rows"
         if self._thread.is_alive():
-            return f"did not return within {PATIENCE_S:.0f} s at the end" + (f"; {lost} are lost" if num_lost else "")
-        return f"has lost {lost}" + (f" ({self.failure})" if self.failure else "") if num_lost else ""
+            self.failure = f"it did not return within {PATIENCE_S:.0f} s at the end"
 
     def _deliver(self) -> None:
         while not isinstance(row := self._rows.get(), str):
             values, step, num_bytes = row
-            self._num_sent += self._try(partial(self._tracker.log, values, step))
+            self._try(partial(self._tracker.log, values, step))
             self._taken_bytes += num_bytes
         self._try(partial(self._tracker.finish, row))
 
-    def _try(self, call: Callable[[], None]) -> bool:
-        """Call a method of the tracker, and return whether it succeeded. No failure of a tracker ends the run."""
+    def _try(self, call: Callable[[], None]) -> None:
+        """Call a method of the tracker. No failure of a tracker ends the run."""
         try:
             call()
         except Exception as error:
             self.failure = _describe(error)
-            return False
-        finally:
-            self._num_calls += 1
-        return True
+        self._num_calls += 1
 
 
 def _describe(error: Exception) -> str:
