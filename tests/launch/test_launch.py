@@ -108,21 +108,13 @@ def test_ranks_meet_and_concurrent_launches_do_not(command: Command) -> None:
     command.assert_no_files_left()
 
 
-def test_a_script_sees_what_it_sees_under_python(command: Command) -> None:
-    command.write("scripts/seen.py", SEEN)
-    arguments = ["scripts/seen.py", "-x", "a b", "--seed=1"]
-    python = command.run(*arguments, program="")
-    launched = command.run("launch", "--nproc-per-node", "1", *arguments)
-    assert launched.stderr == ""
-    assert json.loads(launched.stdout) == json.loads(python.stdout)
-
-
-@pytest.mark.parametrize("name", ["package.seen", "package"])
-def test_a_module_sees_what_it_sees_under_python(command: Command, name: str) -> None:
+@pytest.mark.parametrize("words", [["package/seen.py"], ["-m", "package.seen"], ["-m", "package"]])
+def test_a_script_sees_what_it_sees_under_python(command: Command, words: list[str]) -> None:
     for file in ("seen", "__main__", "__init__"):
         command.write(f"package/{file}.py", SEEN if file != "__init__" else "")
-    python = command.run("-x", program=name)
-    launched = command.run("launch", "--nproc-per-node", "1", "-m", name, "-x")
+    arguments = [*words, "-x", "a b", "--seed=1"]
+    python = command.run(*arguments, program="")
+    launched = command.run("launch", "--nproc-per-node", "1", *arguments)
     assert launched.stderr == ""
     assert json.loads(launched.stdout) == json.loads(python.stdout)
 

@@ -179,7 +179,7 @@ def test_messages_survive_the_link() -> None:
     events = [Tick(), Joined("h", 2, "a"), died(1), Signalled(15)]
     events += [Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")]
     start = Start(1, None, 0, 2, 0, 4, "peer", "ranks", True, 29400)
-    commands = [start, Signal(15), EndStuck([1], "r"), Continue(1, [0]), Print("s")]
+    commands = [start, Signal(15), EndStuck(1, "r"), Continue(1, [0]), Print("s")]
     kind: Any = Message
     for message in (*events, *commands, Report(failure, 3, "; then"), Finish(1, "m", "SS1", failure)):
         assert convert(to_builtins(message), kind) == message
@@ -299,8 +299,8 @@ def test_a_stuck_rank_is_ended_once_by_its_own_node() -> None:
     stuck = Board(is_ready=True, has_met=True, stuck=[1, 2], reason="nothing moves")
     launch = Launch(4, 2, heals=True).do(stuck, stuck)
     assert [each for each in launch.told if isinstance(each[1], EndStuck)] == [
-        (0, EndStuck([1], "nothing moves")),
-        (1, EndStuck([2], "nothing moves")),
+        (0, EndStuck(1, "nothing moves")),
+        (1, EndStuck(2, "nothing moves")),
     ]
 
 

@@ -21,45 +21,31 @@ TORCHRUN = {
 }
 
 
-def test_alone() -> None:
-    environment = read_environment({})
-    assert (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size) == (
-        0,
-        0,
-        1,
-        1,
-    )
-    assert (environment.launcher, environment.error_dir, environment.overrides) == ("python", None, {})
+OURS = TORCHRUN | {"SAMESTEP_LAUNCHER": "1", "SAMESTEP_ERROR_DIR": "/tmp/x"}
+BY_HAND = {name: value for name, value in TORCHRUN.items() if "LOCAL" not in name}
 
 
-def test_under_torchrun() -> None:
-    environment = read_environment(TORCHRUN)
-    assert (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size) == (
-        3,
-        1,
-        4,
-        2,
-    )
-    assert environment.launcher == "torchrun"
-
-
-def test_under_our_launcher() -> None:
-    environment = read_environment({**TORCHRUN, "SAMESTEP_LAUNCHER": "1", "SAMESTEP_ERROR_DIR": "/tmp/x"})
-    assert (environment.launcher, environment.error_dir, environment.restart) == ("samestep", "/tmp/x", None)
+@pytest.mark.parametrize(
+    ("variables", "place", "launcher"),
+    [
+        ({}, (0, 0, 1, 1), "python"),
+        (TORCHRUN, (3, 1, 4, 2), "torchrun"),
+        (OURS, (3, 1, 4, 2), "samestep"),
+        (BY_HAND, (3, 3, 4, 4), "torchrun"),  # one node, and the local rank is the rank
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 0, 1, 1), "torchrun"),
+        ({"WORLD_SIZE": "1"}, (0, 0, 1, 1), "python"),
+    ],
+)
+def test_the_place_of_this_process(variables: dict[str, str], place: tuple[int, ...], launcher: str) -> None:
+    found = read_environment(variables)
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == place
+    assert (found.launcher, found.restart, found.overrides) == (launcher, None, {})
+    assert found.error_dir == variables.get("SAMESTEP_ERROR_DIR")
 
 
 @pytest.mark.parametrize("restart", [Restart("rank 3 was killed by SIGKILL", 3), Restart('a node "b" was lost')])
 def test_why_it_was_started_again(restart: Restart) -> None:
     assert read_environment({**TORCHRUN, **restart.to_variables()}).restart == restart
-
-
-def test_less_than_torchrun_says() -> None:
-    """Started by hand: one node, and the local rank is the rank."""
-    few = {name: value for name, value in TORCHRUN.items() if "LOCAL" not in name}
-    environment = read_environment(few)
-    assert (environment.rank, environment.local_rank, environment.local_world_size) == (3, 3, 4)
-    assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}).launcher == "torchrun"
-    assert read_environment({"WORLD_SIZE": "1"}).launcher == "python"
 
 
 @pytest.mark.parametrize(

@@ -254,10 +254,6 @@ def test_local_ranks_of_a_process_group_are_counted_per_machine(monkeypatch: pyt
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def build_environment(local_rank: int = 0, launcher: str = "torchrun", world_size: int = 4) -> Environment:
-    return Environment(local_rank, local_rank, world_size, world_size, launcher, None, None, {})
-
-
 @pytest.mark.parametrize(
     ("num_gpus", "local_rank", "wanted", "found"),
     [
@@ -269,35 +265,28 @@ def build_environment(local_rank: int = 0, launcher: str = "torchrun", world_siz
         (0, 0, "cuda", "device cuda was asked for, but torch finds no GPU"),
         (2, 0, "cuda:1", "device cuda:1 is one GPU, and 4 ranks run on this host: give cuda"),
         (2, 2, None, "4 ranks on a machine with 2 GPUs: start at most 2 ranks here, or give --device cpu"),
+        (2, None, "cuda:1", "cuda:1"),
+        (2, None, "cuda:2", "device cuda:2 does not exist: torch finds 2 GPUs, cuda:0 to cuda:1"),
+        (4, "srun", None, "cuda:3"),  # srun may show each task all GPUs of the node, or only its own
+        (1, "srun", None, "cuda:0"),
     ],
 )
 def test_devices(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int, wanted: str | None, found: str
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int | str | None, wanted: str | None, found: str
 ) -> None:
-    """torch's count of GPUs is replaced, since the machine may have none."""
+    """Of four ranks, of one (None), and of the last one under srun. The machine may have no GPU: torch's count is
+    replaced.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    world_size = 1 if local_rank is None else 4
+    launcher, rank = ("srun", 3) if isinstance(local_rank, str) else ("torchrun", local_rank or 0)
+    environment = Environment(rank, rank, world_size, world_size, launcher, None, None, {})
     if " " in found:
         with pytest.raises(samestep.Error, match=found):
-            choose_device(build_environment(local_rank), wanted)
+            choose_device(environment, wanted)
     else:
-        assert choose_device(build_environment(local_rank), wanted) == torch.device(found)
-
-
-def test_one_gpu_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device(build_environment(world_size=1), "cuda:1") == torch.device("cuda:1")
-    with pytest.raises(samestep.Error, match="device cuda:2 does not exist: torch finds 2 GPUs, cuda:0 to cuda:1"):
-        choose_device(build_environment(world_size=1), "cuda:2")
-
-
-@pytest.mark.parametrize(("num_gpus", "found"), [(1, "cuda:0"), (4, "cuda:3")])
-def test_devices_of_srun(monkeypatch: pytest.MonkeyPatch, num_gpus: int, found: str) -> None:
-    """srun may show each task all GPUs of the node, or only its own."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert choose_device(build_environment(3, "srun"), None) == torch.device(found)
+        assert choose_device(environment, wanted) == torch.device(found)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class Agent:
             case Signal():
                 ranks.signal(command.signum, spares=command.spares)
             case EndStuck():
-                ranks.end_stuck(command.ranks, command.reason)
+                ranks.end_stuck(command.rank, command.reason)
             case Print() if self.launch.prints:
                 say(command.sentence)
             case Report() if self.launch.prints:

@@ -174,12 +174,11 @@ class Ranks:
         spared = [rank for rank in self.pids if spares and read_failure(rank, self.directory) is not None]
         self._server.signal(signum, spared)
 
-    def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
-        """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
-        for rank in ranks:
-            if pid := self.pids.get(rank):
-                write_failure(rank, str(self.directory), Stuck(reason), 1)
-                kill_group(pid)
+    def end_stuck(self, rank: int, reason: str) -> None:
+        """Kill a rank that does not respond. `reason`: a sentence, for the failure."""
+        if pid := self.pids.get(rank):
+            write_failure(rank, str(self.directory), Stuck(reason), 1)
+            kill_group(pid)
 
     def report(self, report: Report) -> None:
         """Print the failure of a rank, whose output is complete; the reason comes last, and once."""

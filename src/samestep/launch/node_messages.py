@@ -113,9 +113,9 @@ class Signal(Struct, tag=True, frozen=True):
 
 
 class EndStuck(Struct, tag=True, frozen=True):
-    """Kill ranks that do not respond. `reason`: a sentence, for the failure."""
+    """Kill a rank that does not respond. `reason`: a sentence, for the failure."""
 
-    ranks: list[int]
+    rank: int
     reason: str
 
 

@@ -182,13 +182,10 @@ class Supervisor:
 
     def _note_end(self, end: Ended) -> None:
         rank = self._ranks[end.rank]
-        if rank.state is not RankState.RUNNING:
-            return
-        rank.end = end
-        if end.failure is not None:
-            rank.state = RankState.FAILED
-        else:
-            rank.state = RankState.OBEYED if end.code else RankState.SUCCEEDED
+        if rank.state is RankState.RUNNING:
+            rank.end = end
+            good = RankState.OBEYED if end.code else RankState.SUCCEEDED
+            rank.state = good if end.failure is None else RankState.FAILED
 
     def _note_signal(self, number: int, signum: int) -> None:
         self._signals.append(signum)
@@ -217,11 +214,10 @@ class Supervisor:
 
     def _end_stuck(self, board: Board) -> None:
         """Let nodes end ranks that do not respond, so that the others continue."""
-        stuck = [rank for rank in self._running() if rank.number in {*board.stuck} - self.generation.stuck]
-        for node in {rank.node for rank in stuck}:
-            own = [rank.number for rank in stuck if rank.node == node]
-            self.generation.stuck.update(own)
-            self._tell(node, EndStuck(own, board.reason))
+        for rank in self._running():
+            if rank.number in {*board.stuck} - self.generation.stuck:
+                self.generation.stuck.add(rank.number)
+                self._tell(rank.node, EndStuck(rank.number, board.reason))
 
     # --- states -----------------------------------------------------------------------------------------------
 
@@ -429,11 +425,8 @@ class Supervisor:
             self._finish(Outcome.LOST)
 
     def _find_outcome(self) -> Outcome:
-        outcomes = {rank.end.outcome for rank in self._ranks if rank.end is not None}
-        for outcome in (Outcome.STOPPED, Outcome.FINISHED):
-            if outcome in outcomes:
-                return outcome
-        return Outcome.UNKNOWN
+        noted = {rank.end.outcome for rank in self._ranks if rank.end is not None}
+        return next((each for each in (Outcome.STOPPED, Outcome.FINISHED) if each in noted), Outcome.UNKNOWN)
 
     def _finish(
         self,
