@@ -30,9 +30,10 @@ from common import describe_machine, look_up_peak, print_table
 from ddp_and_fsdp2 import read_arguments
 
 import samestep
+from samestep.processes import running
 from samestep.recipes.models.gpt2 import GPT2
 from samestep.snapshot.logs import count_records
-from samestep.tools.traced_script import exiting_on_sigterm, find_errors, start
+from samestep.tools.traced_script import exiting_on_sigterm, find_errors
 from samestep.units import format_count, format_ranks
 from samestep.watch.records import LEDGER, read_status
 
@@ -201,7 +202,7 @@ def execute(
     end_s = time.monotonic() + ROW_LIMIT_S
     # Deterministic kernels need the variable, which `samestep launch` sets itself.
     variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
-    with start(command, variables, output, directory=machine.home) as process:
+    with running(command, variables, output, directory=machine.home) as process:
         try:
             while (code := process.poll()) is None:
                 if time.monotonic() > machine.deadline_s:

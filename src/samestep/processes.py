@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
 
+from samestep.files import open_regular
 from samestep.waiting import wait_until
 
 Program = subprocess.Popen[bytes]  # noqa: TID251
@@ -16,32 +16,30 @@ PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def running(
-    command: Sequence[str],
-    *,
-    variables: Mapping[str, str] | None = None,
-    directory: Path | None = None,
-    output: IO[Any] | None = None,
+    command: Sequence[str], variables: Mapping[str, str], output: Path, directory: Path | None = None
 ) -> Iterator[Program]:
-    """Start a program in a session of its own: Ctrl-C in the terminal does not reach it. The end of the block kills it.
+    """Start a program in a session of its own: Ctrl-C in the terminal does not reach it. The end of the block kills it
+    and its process group.
 
     Args:
         command: the program and its arguments. Its stdin is empty.
-        variables: its environment; None: that of this process.
+        variables: its environment.
+        output: file for its stdout and stderr.
         directory: its working directory; None: that of this process.
-        output: a file for its stdout and stderr; None: those of this process.
 
     Raises:
         OSError: the program cannot be started.
     """
-    process = subprocess.Popen(  # noqa: TID251 this is the helper
-        command,
-        env=variables,
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-    )
+    with open(output, "w", opener=open_regular) as file:
+        process = subprocess.Popen(  # noqa: TID251 this is the helper
+            command,
+            env=variables,
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:
@@ -57,19 +55,11 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def run_captured(
-    command: Sequence[str],
-    *,
-    variables: Mapping[str, str] | None = None,
-    stdin: str = "",
-    limit_s: float | None = None,
-) -> "subprocess.CompletedProcess[str]":
+def run_captured(command: Sequence[str], limit_s: float | None = None) -> "subprocess.CompletedProcess[str]":
     """Run a program to its end. Returns its exit code, stdout and stderr, where bytes that are no UTF-8 become U+FFFD.
 
     Args:
-        command: the program and its arguments.
-        variables: its environment; None: that of this process.
-        stdin: the content of its stdin.
+        command: the program and its arguments. Its stdin is empty.
         limit_s: the time after which it is killed; None: no limit.
 
     Raises:
@@ -78,8 +68,7 @@ def run_captured(
     try:
         return subprocess.run(  # noqa: TID251 this is the helper
             command,
-            env=variables,
-            input=stdin,
+            stdin=subprocess.DEVNULL,
             timeout=limit_s,
             capture_output=True,
             text=True,

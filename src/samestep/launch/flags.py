@@ -26,9 +26,9 @@ FLAGS: dict[str, Option] = {
 }
 
 
-def parse_sizes(option: str, text: str) -> list[int]:
-    """Parse numbers of ranks, such as "1,2,4". Raises Error, with the option's name, if they are not."""
+def parse_sizes(text: str) -> list[int]:
+    """Parse the value of --world-sizes, such as "1,2,4". Raises Error if it is none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise Error(f"{option} takes numbers of ranks such as 1,2,4, not {text!r}", code="SS101")
+        raise Error(f"--world-sizes takes numbers of ranks such as 1,2,4, not {text!r}", code="SS101")
     return [*dict.fromkeys(map(int, parts))]

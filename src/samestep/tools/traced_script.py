@@ -10,35 +10,13 @@ from typing import Any
 
 from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
 from samestep.files import open_regular
-from samestep.processes import Program, running
+from samestep.processes import running
 from samestep.world.environment import TRACE, child_variables
 
 
-@contextmanager
-def start(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    output: Path,
-    directory: Path | None = None,
-) -> Iterator[Program]:
-    """Start a command. The end of the block kills it and its process group.
-
-    Args:
-        command: the program and its arguments.
-        variables: its environment.
-        output: file for its standard output and error.
-        directory: working directory; None: the current one.
-    """
-    with (
-        open(output, "w", opener=open_regular) as file,
-        running(command, variables=variables, directory=directory, output=file) as process,
-    ):
-        yield process
-
-
 def run_to_end(command: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
-    """Run a command, as `start` does. Returns its exit code."""
-    with start(command, variables, output) as process:
+    """Run a command. Returns its exit code. `output`: file for its standard output and error."""
+    with running(command, variables, output) as process:
         return process.wait()
 
 

@@ -49,7 +49,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     also of more ranks than were measured. A second table has the memory of a rank for each value of shard.
     """
     check_target(target)
-    sizes = sorted(parse_sizes("--world-sizes", values.get("world_sizes", "1,2,4")))
+    sizes = sorted(parse_sizes(values.get("world_sizes", "1,2,4")))
     if sizes[0] != 1 or len(sizes) < 2:
         raise Error(
             "--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4",

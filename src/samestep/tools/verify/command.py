@@ -71,8 +71,8 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     if "plain" in values:
         if wrong := [name for name in NOT_OF_PLAIN if name in values]:
             raise Error(f"{name_flag(wrong[0])} cannot be used with --plain: leave it out", code="SS104")
-        return run_plain(target, values, parse_sizes("--world-sizes", values.get("world_sizes", "1,2")))
-    world_sizes = parse_sizes("--world-sizes", values.get("world_sizes", "1,2,3,4"))
+        return run_plain(target, values, parse_sizes(values.get("world_sizes", "1,2")))
+    world_sizes = parse_sizes(values.get("world_sizes", "1,2,3,4"))
     modes: list[str | None] = [None]  # as the script has it
     if "shard" in values:
         modes = [OPTIONS["shard"].check("--shard", each.strip()) or "none" for each in values["shard"].split(",")]

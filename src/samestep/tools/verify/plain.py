@@ -17,7 +17,8 @@ from samestep.console import print_result, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import Target
-from samestep.tools.traced_script import exiting_on_sigterm, start
+from samestep.processes import running
+from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, Finding, check_all
 from samestep.tools.verify.plain_record import PlainRank, read_ranks
 from samestep.tools.verify.trials import SHOWN_LINES
@@ -94,7 +95,7 @@ def _start(target: Target, size: int, directory: Path, num_steps: int, deadline_
     hook = json.dumps([RECORDER, {"dir": str(directory), "steps": num_steps}])
     variables = {"PYTHONHASHSEED": "0"} | child_variables() | {HOOK: hook, "WANDB_MODE": "disabled"}
     command = target.to_full_command(size)
-    with start(command, variables, directory / "output", directory / "copy") as process, suppress(TimeoutExpired):
+    with running(command, variables, directory / "output", directory / "copy") as process, suppress(TimeoutExpired):
         return process.wait(deadline_s)
     return None
 

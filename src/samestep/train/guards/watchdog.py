@@ -124,13 +124,13 @@ class Watchdog(PhaseClock, Held):
             if directory is not None:
                 directory.write_status("failed", sentence)
 
-        _try_for(WRITE_S, write_reason)
+        _try_to_write(write_reason)
         os._exit(EXIT_CODE)
 
     def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
             # First: the launcher looks for it after the process has ended.
-            _try_for(WRITE_S, partial(self._leave_error, rank, Stuck(sentence)))
+            _try_to_write(partial(self._leave_error, rank, Stuck(sentence)))
             kill_sibling(pid)
 
     def _leave_error(self, rank: int, error: BaseException) -> None:
@@ -139,7 +139,7 @@ class Watchdog(PhaseClock, Held):
             write_failure(rank, error_dir, error, EXIT_CODE)
 
 
-def _try_for(limit_s: float, work: Callable[[], None]) -> None:
+def _try_to_write(work: Callable[[], None]) -> None:
     """Call a function, and return when it has returned, failed, or taken too long, such as on a disk that hangs."""
 
     def attempt() -> None:
@@ -148,7 +148,7 @@ def _try_for(limit_s: float, work: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(limit_s)
+    thread.join(WRITE_S)
 
 
 def kill_sibling(pid: int) -> None:
