@@ -101,14 +101,6 @@ def _check(nodes: Nodes) -> Nodes:
     return nodes
 
 
-def _names_loopback(host: str) -> bool:
-    """Return whether `host` is localhost or a loopback address. Other names can resolve differently elsewhere."""
-    try:
-        return is_loopback(host)
-    except ValueError:
-        return host == "localhost"
-
-
 def parse_endpoint(text: str) -> tuple[str, int]:
     """Parse "host:port", "address:port" or "[IPv6 address]:port"; the port is optional. Raises Error otherwise."""
     match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
@@ -134,7 +126,8 @@ def find_own_address(host: str) -> str:
     own = [each for each in addresses if each.partition("%")[0] in local and not is_loopback(each)]
     if own:
         return own[0]
-    return next(filter(is_loopback, addresses), "") if _names_loopback(host) else ""
+    # Other names can resolve differently elsewhere.
+    return next(filter(is_loopback, addresses), "") if host in ("localhost", *addresses) else ""
 
 
 def read_secret() -> str:

@@ -48,12 +48,6 @@ def find_block_size(hosts: Sequence[str]) -> int:
     return max(size for size in sizes if all(len({*hosts[i : i + size]}) == 1 for i in range(0, len(hosts), size)))
 
 
-def plain_address(address: str) -> str:
-    """Remove the scope ("%eth0") and the IPv4-in-IPv6 mapping from an address."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
-
-
 def is_loopback(address: str) -> bool:
     """Return whether an IP address is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
@@ -79,7 +73,7 @@ def find_interface(hosts: Sequence[str]) -> str:
     """
     sources = [address for host in hosts if (address := find_source(host))]
     wanted = next((address for address in sources if not address.startswith("127.")), sources[0] if sources else "")
-    return list_addresses().get(plain_address(wanted), "") if wanted else ""
+    return list_addresses().get(wanted.partition("%")[0], "")
 
 
 def find_source(host: str) -> str:
