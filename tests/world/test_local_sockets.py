@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import samestep
 from samestep.errors import PeerFailed
 from samestep.world import host
-from samestep.world.environment import read_environment
-from samestep.world.group_opening import open_group
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 
@@ -92,22 +88,6 @@ def test_an_unknown_process_is_refused() -> None:
 
     with pytest.raises(PeerFailed, match="a further rank has died, and the other process got 0 bytes"):
         connect(Alone(meet=knock), watch)
-
-
-def exchange_in_a_group() -> list[int]:
-    environment = read_environment()
-    group = open_group(environment, torch.device("cpu"))
-    assert group.local_sockets is not None
-    rows = [bytearray(8) for _ in range(group.world_size)]
-    rows[group.rank][:] = os.getpid().to_bytes(8)
-    group.local_sockets.exchange([memoryview(row) for row in rows])
-    found = [int.from_bytes(row) for row in rows]
-    assert found == group.gather(os.getpid())
-    return found
-
-
-def test_ranks_of_one_host_find_one_another() -> None:
-    assert len(set(samestep.spawn(exchange_in_a_group, 3))) == 3
 
 
 def test_this_machine_is_known() -> None:
