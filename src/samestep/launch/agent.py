@@ -140,9 +140,9 @@ class Agent:
         launch = self.launch
         nodes = self.nodes
         overrides = launch.overrides
-        place: dict[str, str] = {}
+        network: dict[str, str] = {}
         if nodes is not None:
-            place = {"host": nodes.host, "interface": find_interface([nodes.host, start.peer])}
+            network = {"host": nodes.host, "interface": find_interface([nodes.host, start.peer])}
             if not start.node:
                 say(start.sentence)
         variables = {**launch.variables}
@@ -151,7 +151,7 @@ class Agent:
             if overrides.get("fresh") or not BegunRun.from_text(text).is_done:
                 variables[CONTINUES] = text
             overrides = {**overrides, "resume": "latest", "fresh": False}
-        own = build_variables(launch.num_ranks, start, overrides, self.secret, **place)
+        own = build_variables(launch.num_ranks, start, overrides, self.secret, **network)
         self.ranks.start(launch.target, [each | variables for each in own])
 
 

@@ -28,7 +28,7 @@ FLAGS: dict[str, Option] = {
 
 def parse_sizes(text: str) -> list[int]:
     """Parse the value of --world-sizes, such as "1,2,4". Raises Error if it is none."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) for word in words):
         raise Error(f"--world-sizes takes numbers of ranks such as 1,2,4, not {text!r}", code="SS101")
-    return [*dict.fromkeys(map(int, parts))]
+    return [*dict.fromkeys(map(int, words))]

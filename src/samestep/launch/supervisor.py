@@ -274,14 +274,14 @@ class Supervisor:
         self._board = Board(is_ready=False, has_met=False)
         numbers = sorted(self._nodes)
         self._ranks = []
-        parts: list[str] = []
+        shares: list[str] = []
         starts: list[int] = []
         for number in numbers:
             node = self._nodes[number]
             first, size = len(self._ranks), node.joined.num_ranks
             starts.append(first)
             self._ranks += [RankRecord(first + i, number) for i in range(size)]
-            parts.append(f"{first}{f'-{first + size - 1}' if size > 1 else ''} on {node.name}")
+            shares.append(f"{first}{f'-{first + size - 1}' if size > 1 else ''} on {node.name}")
         self.generation = Generation(members=[*range(len(self._ranks))])
         peers = [self._nodes[number].joined.address for number in numbers]
         for number, first in zip(numbers, starts, strict=True):
@@ -293,7 +293,7 @@ class Supervisor:
                 first,
                 len(self._ranks),
                 peer=peers[1 if number == 0 and len(numbers) > 1 else 0],
-                sentence=f"ranks {', '.join(parts)}" if len(numbers) > 1 else "",
+                sentence=f"ranks {', '.join(shares)}" if len(numbers) > 1 else "",
                 heals=self._policy.heals,
             )
             self._tell(number, start)

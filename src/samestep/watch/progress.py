@@ -11,9 +11,9 @@ from samestep.units import format_time
 from samestep.watch.trackers.protocol import to_number
 from samestep.world.environment import drop_output
 
-# Between two lines: a part of the loop's time so far, so that a long run does not print millions of them.
+# Between two lines: a share of the loop's time so far, so that a long run does not print millions of them.
 LEAST_S, MOST_S = 2.0, 60.0
-PART = 0.01
+SHARE = 0.01
 
 
 class Progress:
@@ -28,7 +28,7 @@ class Progress:
     def __init__(self, *, is_shown: bool) -> None:
         self._is_shown = is_shown
         self._stream: TextIO | None = None  # that of `print`
-        self._place = ""  # where the newest numbers were measured
+        self._where = ""  # where the newest numbers were measured
         self._news: dict[str, Any] = {}  # these numbers
         self._shown_s = float("-inf")
         self.begin(total_steps=None, has_epochs=False)
@@ -61,18 +61,18 @@ class Progress:
         if not self._is_shown:
             return
         total = "" if self._total_steps is None else f"/{self._total_steps}"
-        place = f"step {number}{total}" + (f"  epoch {self._epoch}" if self._has_epochs else "")
-        if place != self._place:  # a line must not mix steps
-            self._place = place
+        where = f"step {number}{total}" + (f"  epoch {self._epoch}" if self._has_epochs else "")
+        if where != self._where:  # a line must not mix steps
+            self._where = where
             self._news = {}
         validation = {name: value for name, value in values.items() if name.startswith("validation/")}
         self._news |= {name: value for name, value in values.items() if name not in validation}
         now_s = monotonic()
-        wait_s = min(max(PART * (now_s - self._began_s), LEAST_S), MOST_S)
+        wait_s = min(max(SHARE * (now_s - self._began_s), LEAST_S), MOST_S)
         if validation or now_s >= self._shown_s + wait_s:
             self.close()
         if validation:
-            self.print("  ".join([place, *_texts(validation)]))
+            self.print("  ".join([where, *_texts(validation)]))
             self._mark = None  # its time does not count
 
     def take_over(self) -> None:
@@ -105,7 +105,7 @@ class Progress:
     def close(self) -> None:
         """Show the newest numbers, also after an error. Can be called at any time and repeatedly."""
         if self._news:
-            self.print("  ".join([self._place, *_texts(self._news), *self._describe_speed()]))
+            self.print("  ".join([self._where, *_texts(self._news), *self._describe_speed()]))
             self._news = {}
             self._shown_s = monotonic()
             self._set_mark()

@@ -232,9 +232,9 @@ def describe_spent(spent_s: Mapping[str, float]) -> str:
 
 def share_spent(spent_s: Mapping[str, float]) -> dict[str, float]:
     """Return the share of each row of `SUMMARY` in the total time; {} if there is none."""
-    parts = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in SUMMARY.items()}
-    total_s = sum(parts.values())
-    return {name: part_s / total_s for name, part_s in parts.items()} if total_s > 0 else {}
+    spans_s = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in SUMMARY.items()}
+    total_s = sum(spans_s.values())
+    return {name: span_s / total_s for name, span_s in spans_s.items()} if total_s > 0 else {}
 
 
 def _name(beats: Sequence[Beat]) -> str:
@@ -278,8 +278,8 @@ def _describe_waiting(groups: Mapping[str, Sequence[Beat]], still_s: float) -> s
         why = "a message between them is lost, or very slow"
     else:
         why = "one of these collectives is called by some ranks only"
-    parts = [f"{_name(beats)} {where}" for where, beats in [*groups.items()][:MAX_GROUPS]]
-    return f"the ranks have waited for each other for {format_time(round(still_s))}: {', '.join(parts)}: {why}"
+    named = [f"{_name(beats)} {where}" for where, beats in [*groups.items()][:MAX_GROUPS]]
+    return f"the ranks have waited for each other for {format_time(round(still_s))}: {', '.join(named)}: {why}"
 
 
 def _describe_exchange(beat: Beat) -> str:

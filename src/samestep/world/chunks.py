@@ -1,4 +1,4 @@
-"""Divides tensors into pieces that are sent together."""
+"""Divides tensors into chunks that are sent together."""
 
 from collections.abc import Iterator, Sequence
 

@@ -101,8 +101,8 @@ def build_variables(variables: Mapping[str, str], names: Names) -> dict[str, str
 def expand_sizes(text: str) -> list[int]:
     """Expand Slurm's tasks per node: "2(x3),1" gives [2, 2, 2, 1]. Raises Error if `text` has another form."""
     sizes: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
         if match is None:
             raise InvalidValue(f"{text!r} is no number of ranks per machine, such as 2(x3),1", code="SS506")
         sizes += [int(match[1])] * int(match[2] or 1)

@@ -23,7 +23,7 @@ WATCH_S = 0.05  # between two calls of `watch`
 
 
 class Gatherer(Protocol):
-    """The part of `Group` that finds out which ranks share a host or a directory."""
+    """What of `Group` that finds out which ranks share a host or a directory."""
 
     rank: int
     local_rank: int
@@ -111,13 +111,13 @@ def connect(group: Gatherer, watch: Callable[[], None] = lambda: None) -> LocalS
         PeerFailed: a rank has ended, or has not connected in time, or this process may open no further files.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        place = (read_host_id("net"), read_host_id("pid"))
+        system = (read_host_id("net"), read_host_id("pid"))
         name = b"\0samestep-" + secrets.token_hex().encode()  # abstract: no file; every user can read it
-        if None not in place:
+        if None not in system:
             listener.bind(name)
             listener.listen(group.world_size)
-        places, names, pids = zip(*group.gather((place, name, os.getpid())), strict=True)
-        if None in place or len({*places}) > 1:
+        systems, names, pids = zip(*group.gather((system, name, os.getpid())), strict=True)
+        if None in system or len({*systems}) > 1:
             return None
         sockets: dict[int, socket.socket] = {}
         try:

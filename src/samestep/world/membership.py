@@ -111,7 +111,7 @@ class Membership:
         self._is_connected = True
         self._is_broken = False
         self._is_announced = False
-        self._connection = threading.Lock()  # held while the process group is being left or broken
+        self._connection = threading.Lock()  # locked while the process group is being left or broken
         self._store = store
         self._secret = secret
         self.own = rank

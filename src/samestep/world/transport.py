@@ -21,10 +21,10 @@ from samestep.world.waiter import Transfer, Waiter, wait_for_messages
 T = TypeVar("T")
 
 BROADCAST_CHUNK_BYTES = 64 << 20
-LARGE_BYTES = 1 << 16  # of a piece that is broadcast; torch's own broadcast of a smaller one sends it at once
+LARGE_BYTES = 1 << 16  # of a tensor that is broadcast; torch's own broadcast of a smaller one sends it at once
 # Bytes of an element -> the dtype that carries its bits: gloo lacks many dtypes, such as int16 and float8.
 CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-TAG = 1 << 20  # of messages that are no part of a gradient's exchange
+TAG = 1 << 20  # of messages outside of a gradient's exchange
 
 
 def check_equal(values: Sequence[Mapping[str, Any]]) -> None:
@@ -72,7 +72,7 @@ class Transport:
         return collective()
 
     def wait_for(self, messages: Sequence[Transfer]) -> None:
-        """Wait for messages. If a rank has died, a part of one does not end the wait.
+        """Wait for messages. If a rank has died, the beginning of one does not end the wait.
 
         Raises:
             RuntimeError: another rank is gone.
@@ -82,9 +82,9 @@ class Transport:
         else:
             wait_for_messages(messages)
 
-    def derive_key(self, secret: bytes, parts: Sequence[bytes]) -> None:
-        """Set the key that signs values, from the launcher's secret and a random part of each rank."""
-        self._key = bytes.fromhex(hash_pieces([secret, *parts]))
+    def derive_key(self, secret: bytes, randoms: Sequence[bytes]) -> None:
+        """Set the key that signs values, from the launcher's secret and random bytes of each rank."""
+        self._key = bytes.fromhex(hash_pieces([secret, *randoms]))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank.
@@ -176,7 +176,7 @@ class Transport:
         size = torch.tensor(len(data))
         dist.broadcast(size, source)
         buffer = torch.frombuffer(bytearray(data if self.rank == source else int(size)), dtype=torch.uint8)
-        self._broadcast_piece(buffer, source)
+        self._broadcast_tensor(buffer, source)
         return buffer.numpy().tobytes()
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -226,25 +226,25 @@ class Transport:
                 by_kind.setdefault((bits.dtype, bits.device), []).append(bits)
             for (_, device), same_kind in by_kind.items():
                 for chunk in split_chunks(same_kind, BROADCAST_CHUNK_BYTES):
-                    piece = torch.cat([bits.reshape(-1) for bits in chunk])
-                    sent = piece.cpu() if self.needs_staging(device) else piece
-                    self._broadcast_piece(sent, source)
+                    joined = torch.cat([bits.reshape(-1) for bits in chunk])
+                    sent = joined.cpu() if self.needs_staging(device) else joined
+                    self._broadcast_tensor(sent, source)
                     if self.rank != source:
-                        parts = torch.split(sent.to(device), [bits.numel() for bits in chunk])
-                        for bits, part in zip(chunk, parts, strict=True):
-                            bits.copy_(part.view(bits.shape))
+                        flats = torch.split(sent.to(device), [bits.numel() for bits in chunk])
+                        for bits, flat in zip(chunk, flats, strict=True):
+                            bits.copy_(flat.view(bits.shape))
 
-    def _broadcast_piece(self, piece: torch.Tensor, source: int) -> None:
+    def _broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite a contiguous tensor with that of rank `source`. With healing, a rank can give up waiting for it."""
-        if self.waiter is None or piece.nbytes < LARGE_BYTES:
-            dist.broadcast(piece, source)
+        if self.waiter is None or tensor.nbytes < LARGE_BYTES:
+            dist.broadcast(tensor, source)
             return
-        place = (self.rank - source) % self.world_size  # in a binary tree, whose root is the source
-        if place:
-            self.waiter.wait([_receive(piece, (source + (place - 1) // 2) % self.world_size)])
-        below = [each for each in (2 * place + 1, 2 * place + 2) if each < self.world_size]
+        position = (self.rank - source) % self.world_size  # in a binary tree, whose root is the source
+        if position:
+            self.waiter.wait([_receive(tensor, (source + (position - 1) // 2) % self.world_size)])
+        below = [each for each in (2 * position + 1, 2 * position + 2) if each < self.world_size]
         if below:
-            self.waiter.wait([_send(piece, (source + each) % self.world_size) for each in below])
+            self.waiter.wait([_send(tensor, (source + each) % self.world_size) for each in below])
 
     def send(self, tensors: Sequence[torch.Tensor], target: int) -> None:
         """Send tensors of any dtypes and devices to one rank, which calls `receive`."""

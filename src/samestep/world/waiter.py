@@ -26,7 +26,7 @@ def wait_for_messages(messages: Sequence[Transfer]) -> None:
 class Waiter:
     """Waits for messages in another thread, so that this one can give up.
 
-    If a rank dies after it has sent a part of a message, the wait for the rest of it ends only with gloo's timeout: a
+    If a rank dies after it has sent the beginning of a message, the wait for its rest ends only with gloo's timeout: a
     connection that closes fails the receives that have not begun, and that of the next message.
     """
 
