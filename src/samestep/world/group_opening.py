@@ -31,7 +31,6 @@ from samestep.world.environment import (
     read_restarts,
 )
 from samestep.world.group import Group
-from samestep.world.local_sockets import connect
 from samestep.world.membership import check_ranks_unchanged
 from samestep.world.process_group import JOIN_S, NCCL, has_group, open_process_group
 
@@ -157,8 +156,7 @@ def open_group(
             group.derive_key(environment.secret.encode(), group.gather_bytes(secrets.token_bytes()))
             if compares:
                 group.agree(describe_software())
-            group.local_sockets = connect(group)
-            group.is_on_one_host = group.local_sockets is not None
+            group.connect_locally()
     return group
 
 

@@ -14,7 +14,7 @@ from samestep.world import wire
 from samestep.world.chunks import split_chunks
 from samestep.world.environment import read_host
 from samestep.world.host import read_host_id
-from samestep.world.local_sockets import LocalSockets
+from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.process_group import has_group
 from samestep.world.waiter import Transfer, Waiter, wait_for_messages
 
@@ -81,6 +81,11 @@ class Transport:
             self.waiter.wait(messages)
         else:
             wait_for_messages(messages)
+
+    def connect_locally(self) -> None:
+        """Open sockets to the other ranks if all run on one host."""
+        self.local_sockets = connect(self)
+        self.is_on_one_host = self.local_sockets is not None
 
     def derive_key(self, secret: bytes, randoms: Sequence[bytes]) -> None:
         """Set the key that signs values, from the launcher's secret and random bytes of each rank."""
