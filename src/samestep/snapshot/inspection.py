@@ -22,10 +22,9 @@ class TrainingState:
         notes: further entries of the manifest's `meta`, see `RunDirectory.mark`.
         checked: tensors that must be finite, with names for messages.
         stable: tensors that change only in an update, so that they can be copied during the next step.
-        replicated: parameters that must be the same on all ranks, by name.
-        compare: compares the checksums of these tensors over the ranks, and raises Error if they differ; None if no
-            comparison is due.
-        same: these and other tensors that are the same on all ranks.
+        replicated: parameters to compare over the ranks, by name; none if no comparison is due.
+        compare: compares the checksums of these tensors over the ranks, and raises Error if they differ.
+        same: tensors that are the same on all ranks.
         is_mine: as in `encode`, if the ranks divide the state. `build` then returns what this rank holds.
     """
 
@@ -34,7 +33,7 @@ class TrainingState:
     checked: Sequence[tuple[str, Tensor]]
     stable: Sequence[Tensor]
     replicated: Sequence[tuple[str, Tensor]]
-    compare: Callable[[Mapping[str, int]], None] | None
+    compare: Callable[[Mapping[str, int]], None]
     same: Sequence[Tensor] = ()
     is_mine: Callable[[Tensor], bool] | None = None
 
@@ -70,10 +69,11 @@ class Inspection:
     def __init__(self, state: TrainingState, step: int) -> None:
         self._step = step
         self._compare = state.compare
-        compared = state.replicated if state.compare is not None else ()
         self._labels = {locate(tensor): label for label, tensor in reversed(state.checked)}
-        self._names = {locate(tensor): name for name, tensor in reversed(compared)}
-        self.tensors: Mapping[int, Tensor] = {locate(tensor): tensor for _, tensor in [*state.checked, *compared]}
+        self._names = {locate(tensor): name for name, tensor in reversed(state.replicated)}
+        self.tensors: Mapping[int, Tensor] = {
+            locate(tensor): tensor for _, tensor in [*state.checked, *state.replicated]
+        }
         self._not_finite: set[str] = set()
         self._checksums: dict[str, int] = {}
 
@@ -112,6 +112,6 @@ class Inspection:
                 "is kept; check the learning rate, clipping and precision",
                 code="SS206",
             )
-        if self._compare is not None and self._names:
+        if self._names:
             names = [name for name in reversed(self._names.values()) if name in self._checksums]
             self._compare({name: self._checksums[name] & _MASK for name in names})

@@ -123,8 +123,8 @@ class ReplicaChecks:
             notes,
             checked=list_checked(self._objects),
             stable=stable,
-            replicated=[*replicated.items()],
-            compare=partial(self._compare, step) if is_due else None,
+            replicated=[*replicated.items()] if is_due else [],
+            compare=partial(self._compare, step),
             same=[*replicated.values()] if self._has_divided_state else stable,
             is_mine=is_mine,
         )
