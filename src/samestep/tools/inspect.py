@@ -36,6 +36,8 @@ RUN_COLUMNS = ("name", "status", "steps", "digest", "best", "age", "last metrics
 SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
 POSITION = ("step", "epoch")  # entries of a row that are not metrics
 
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, header and rows
+
 
 def parse_which(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
     """Return the step of a snapshot as a number, and its name, such as "latest", as it is. A callback of an option."""
@@ -113,7 +115,7 @@ def _show_run(
         print_json(shown)
         return code
     print(escape(f"run {run}, samestep {record.get('samestep')}"))
-    for title, header, rows in _build_tables(**shown):
+    for title, header, rows in _build_tables(shown):
         if rows:
             print_table(title, header, rows)
     if lost := shown["status"].get("lost"):
@@ -126,17 +128,10 @@ def _show_run(
     return code
 
 
-def _build_tables(
-    run: Mapping[str, Any],
-    snapshots: Sequence[Mapping[str, Any]],
-    restarts: Sequence[Mapping[str, Any]],
-    heals: Sequence[Mapping[str, Any]],
-    metrics: Mapping[str, Mapping[str, Any]],
-    state: Mapping[str, Any],
-    status: Mapping[str, Any],
-    checked: bool,
-) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-    """Yield title, header and rows of each table. Some tables have no rows."""
+def _build_tables(shown: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield all tables. Some have no rows."""
+    run = shown["run"]
+    status = shown["status"]
     named = ("name", "value")
     ended = {name: status[name] for name in ("status", "reason", "time", "host") if status.get(name)}
     yield "status", named, list_values(ended)
@@ -144,32 +139,40 @@ def _build_tables(
         yield section, named, list_values(run.get(section) or {})
     for number, loop in enumerate(run.get("loops", []), start=2):
         yield f"loop {number}", named, list_values(loop)
+    settings = run.get("settings") or {}
     asked = run.get("asked", {})
     yield (
         "settings of optimizers and schedules, before any schedule changed them",
         ("name", "in force", "in the script"),
-        [(name, *map(to_text, (value, asked.get(name, value)))) for name, value in (run.get("settings") or {}).items()],
+        [(name, to_text(value), to_text(asked.get(name, value))) for name, value in settings.items()],
     )
-    changes = [(str(each["after_step"]), each["changed"]) for each in run.get("changes") or []]
-    yield "changes of machine, config and settings", ("after step", "changed"), changes
     rows = [
         (
             str(each["step"]) if each["step"] >= 0 else "?",
             each["name"] or "",
             format_bytes(each["size_bytes"]),
             format_age(each["time"]),
-            each["problem"] or ("sound" if checked else "whole"),
+            each["problem"] or ("sound" if shown["checked"] else "whole"),
         )
-        for each in snapshots
+        for each in shown["snapshots"]
     ]
-    title = "snapshots" if checked else "snapshots, by their sizes (--check reads them)"
+    title = "snapshots" if shown["checked"] else "snapshots, by their sizes (--check reads them)"
     yield title, ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")]
-    yield "restarts", RESTART_COLUMNS, build_cells(restarts, RESTART_COLUMNS)
-    yield "heals", HEAL_COLUMNS, build_cells(heals, HEAL_COLUMNS)
-    yield "run.state, in the newest snapshot", named, list_values(state)
-    last = [(name, to_text(each["value"]), str(each["step"])) for name, each in metrics.items()]
+    yield from list_history(run, shown["restarts"], shown["heals"])
+    yield "run.state, in the newest snapshot", named, list_values(shown["state"])
+    last = [(name, to_text(each["value"]), str(each["step"])) for name, each in shown["metrics"].items()]
     yield "last metrics", ("name", "value", "step"), last
     yield "measured, from the last start on", named, list_values(status.get("measured") or {})
+
+
+def list_history(
+    record: Mapping[str, Any], restarts: Sequence[Mapping[str, Any]], heals: Sequence[Mapping[str, Any]]
+) -> Iterator[Table]:
+    """Yield the tables of what has happened to a run. Some have no rows."""
+    changes = [(str(each["after_step"]), each["changed"]) for each in record.get("changes") or []]
+    yield "changes of machine, config and settings", ("after step", "changed"), changes
+    yield "restarts", RESTART_COLUMNS, build_cells(restarts, RESTART_COLUMNS)
+    yield "heals", HEAL_COLUMNS, build_cells(heals, HEAL_COLUMNS)
 
 
 def _describe_snapshot(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:

@@ -10,12 +10,11 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from samestep.console import build_cells, describe_ranks, escape
-from samestep.tools.inspect import list_facts
+from samestep.console import describe_ranks, escape
+from samestep.tools.inspect import list_facts, list_history
 from samestep.tools.report.run_data import Floats, RunData
 from samestep.units import format_ranks
 from samestep.version import __version__
-from samestep.watch.records import HEAL_COLUMNS, RESTART_COLUMNS
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
@@ -81,13 +80,8 @@ def _share_time(run: RunData) -> dict[str, float]:
 
 def _build_restarts(run: RunData) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
     """Return header and rows of the tables of restarts, heals and changes that are not empty."""
-    changes = [(str(each["after_step"]), each["changed"]) for each in run.record.get("changes") or []]
-    tables: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = [
-        (RESTART_COLUMNS, build_cells(run.restarts, RESTART_COLUMNS)),
-        (HEAL_COLUMNS, build_cells(run.heals, HEAL_COLUMNS)),
-        (("after step", "changed"), changes),
-    ]
-    return [(header, rows) for header, rows in tables if rows]
+    history = list_history(run.record, run.restarts, run.heals)
+    return [(header, rows) for _, header, rows in history if rows]
 
 
 def _build_configuration(runs: Sequence[RunData]) -> list[tuple[str, list[str], bool]]:
