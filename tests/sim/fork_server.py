@@ -47,14 +47,8 @@ def build_fork_server(own: "Instance") -> type:
         def _find_ended(self) -> list[int]:
             return [rank for rank, process in self._ranks.items() if process.has_ended]
 
-        def is_alive(self) -> bool:
-            return True
-
         def close(self) -> None:
             for process in self._ranks.values():
                 process.end(-9)
-
-        def forget(self) -> None:
-            pass
 
     return ForkServer

@@ -54,9 +54,6 @@ class StoreHandle:
     def set(self, key: str, value: str | bytes) -> None:
         self.store.entries[self._name("set", key)] = value.encode() if isinstance(value, str) else bytes(value)
 
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         names = [self.prefix + key for key in keys]
 
@@ -91,7 +88,7 @@ class Endpoint:
         self.inbox: dict[tuple[int, int], deque[Send]] = defaultdict(deque)
         self.posted: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)
         self.streams: dict[int, bytearray] = defaultdict(bytearray)
-        self.num_collectives = 0
+        self.num_broadcasts = 0
         ring.endpoints[rank] = self
         process.endpoints.append(self)
 
@@ -123,7 +120,7 @@ class Ring:
     def __init__(self, size: int) -> None:
         self.size = size
         self.endpoints: dict[int, Endpoint] = {}
-        self.collectives: dict[int, tuple[str, dict[tuple[int, int], Any]]] = {}  # number -> kind, (from, to) -> value
+        self.broadcasts: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)  # number -> rank -> what it gets
 
 
 class Send:
@@ -326,43 +323,25 @@ class Distributed(ModuleType):
         own.posted[peer, tag].append(receive)
         return receive
 
-    # --- collectives ------------------------------------------------------------------------------------------
-
-    def barrier(self) -> None:
-        self._show("barrier", None, range(self.get_world_size()))
-
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        values = self._show(f"broadcast {source}", tensor.data.clone(), [source])
-        if source != self.get_rank():
-            tensor.data.copy_(values[source])
-
-    def _show(self, kind: str, value: Any, sources: Sequence[int]) -> dict[int, Any]:
-        """Show the sources' values to all ranks, one after the other. Returns what this rank has been shown."""
+        """Show the tensor of a rank to all, one after the other."""
         own = self._endpoint
         scheduler = self._network.scheduler
-        known, shown = own.ring.collectives.setdefault(own.num_collectives, (kind, {}))
-        own.num_collectives += 1
-        if known != kind:
-            raise AssertionError(f"rank {own.rank} calls {kind}, and another rank {known}")
-        scheduler.point(self._process, kind)
+        label = f"broadcast {source}"
+        shown = own.ring.broadcasts[own.num_broadcasts]
+        own.num_broadcasts += 1
+        scheduler.point(self._process, label)
         is_stepwise = scheduler.random.random() < 0.3
-        for target in range(own.ring.size) if own.rank in sources else [own.rank]:
+        value = tensor.data.clone()
+        for target in range(own.ring.size) if own.rank == source else ():
             if is_stepwise:
-                scheduler.point(self._process, f"{kind} to {target}")
-            shown[own.rank, target] = value
-        others = [own.ring.endpoints[source] for source in sources if source != own.rank]
-
-        def has_come(other: Endpoint) -> bool:
-            return (other.rank, own.rank) in shown
-
-        def is_over() -> bool:
-            is_lost = any(other.is_gone and not has_come(other) for other in others)
-            return own.is_broken or is_lost or all(has_come(other) for other in others)
-
-        scheduler.wait(self._process, is_over, None, kind)
-        if own.is_broken or not all(has_come(other) for other in others):
+                scheduler.point(self._process, f"{label} to {target}")
+            shown[target] = value
+        other = own.ring.endpoints[source]
+        scheduler.wait(self._process, lambda: own.is_broken or other.is_gone or own.rank in shown, None, label)
+        if own.is_broken or own.rank not in shown:
             raise RuntimeError("[simulated gloo] Connection closed by peer")
-        return {source: shown[source, own.rank] for source in sources}
+        tensor.data.copy_(shown[own.rank])
 
 
 class LocalSockets:

@@ -113,7 +113,7 @@ PLANTED = (
     ),
     Planted(
         "a total over the batch is that of one rank", SAME_BITS, "train/step/steps.py",
-        "return math.fsum(self.gather(numbers))", "return math.fsum(numbers.values())", script="ema",
+        "return math.fsum(self.gather(numbers))", "return math.fsum(numbers.values())", script="batchnorm",
     ),
     Planted(
         "the gradient is divided by the size of a whole batch", SAME_BITS, "engine/passes.py",

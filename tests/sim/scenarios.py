@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-SCRIPTS = ("mlp", "batchnorm", "gan", "ema", "phases", "passes", "stream")
+SCRIPTS = ("mlp", "batchnorm", "gan", "phases", "passes", "stream")
 KINDS = ("kill", "kill_all", "power", "flip", "freeze", "stop", "full")
 PLACES = (
     "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "broadcast", "recv.wait",
-    "send.wait", "isend", "barrier", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
+    "send.wait", "isend", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
 )  # fmt: skip
 STEPS_PER_EPOCH = 5  # of all scripts
 NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
@@ -183,20 +183,16 @@ def _plan_fault(choose: random.Random, kind: str, num_ranks: int, epochs: int, p
 
 
 def simplify(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield simpler scenarios: fewer starts, faults, ranks, features and steps."""
+    """Yield scenarios with fewer starts, faults, ranks, features or steps."""
     rounds = scenario.rounds
-    for i in range(len(rounds) - 1):
-        yield replace(scenario, rounds=(*rounds[:i], *rounds[i + 1 :]))
     for i, each in enumerate(rounds):
-        others = [replace(each, faults=(*each.faults[:k], *each.faults[k + 1 :])) for k in range(len(each.faults))]
-        others += [replace(each, restarts=0)] if each.restarts else []
-        others += [replace(each, heals=False)] if each.heals else []
-        others += [replace(each, num_ranks=n) for n in range(1, each.num_ranks)]
+        others = [(replace(each, faults=each.faults[:k] + each.faults[k + 1 :]),) for k in range(len(each.faults))]
+        others += [(replace(each, heals=False, restarts=0),), (replace(each, num_ranks=max(1, each.num_ranks - 1)),)]
+        if i < len(rounds) - 1:
+            yield replace(scenario, rounds=rounds[:i] + rounds[i + 1 :])
         for other in others:
-            yield replace(scenario, rounds=(*rounds[:i], other, *rounds[i + 1 :]))
+            yield replace(scenario, rounds=rounds[:i] + other + rounds[i + 1 :])
     plain = Scenario(scenario.seed)
     for name in ("shard", "routes", "copies", "script", "pace"):
-        if getattr(scenario, name) != getattr(plain, name):
-            yield replace(scenario, **{name: getattr(plain, name)})
-    if scenario.steps > STEPS_PER_EPOCH:
-        yield replace(scenario, steps=scenario.steps - STEPS_PER_EPOCH)
+        yield replace(scenario, **{name: getattr(plain, name)})
+    yield replace(scenario, steps=min(scenario.steps, STEPS_PER_EPOCH))

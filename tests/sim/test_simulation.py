@@ -41,6 +41,6 @@ def test_scenarios_have_a_text_form() -> None:
 
 
 def test_a_simpler_scenario_is_simpler() -> None:
-    assert [*simplify(Scenario(1, steps=5))] == []
     scenario = Scenario(1, rounds=(Round(2, faults=(Fault(KINDS[0], "fsync", 3),)), Round(1)))
-    assert Scenario(1, rounds=(Round(1),)) in [*simplify(scenario)]
+    assert {Scenario(1, rounds=(Round(1),)), Scenario(1, rounds=(Round(2), Round(1)))} <= {*simplify(scenario)}
+    assert {*simplify(Scenario(1, steps=5))} == {Scenario(1, steps=5)}

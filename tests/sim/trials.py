@@ -178,6 +178,8 @@ class Laboratory:
         for simpler in simplify(scenario):
             if is_over():
                 break
+            if simpler == scenario:
+                continue
             try:
                 self.check(simpler)
             except Exception:
