@@ -18,6 +18,7 @@ from sim.scheduler import Process, Scheduler
 
 _EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 _CREATING = os.O_CREAT | os.O_TRUNC
+Names = dict[str, tuple[int, bool]]  # in a directory -> inode, and whether it is a directory
 _disks: list["Disk"] = []  # an audit hook cannot be removed, so there is one
 
 
@@ -39,7 +40,7 @@ class Disk:
         self._scheduler = scheduler
         self._prefix = str(self.run_dir)
         self._contents: dict[int, bytes] = {}  # inode of a file -> its synced content
-        self._names: dict[int, dict[str, tuple[int, bool]]] = {}  # of a directory -> synced name -> inode, is directory
+        self._names: dict[int, Names] = {}  # inode of a directory -> its synced names
         _disks[:] = [self]
 
     def close(self) -> None:
@@ -71,8 +72,10 @@ class Disk:
 
     def sync(self, descriptor: int) -> None:
         """Keep what a file or a directory has now."""
-        path = f"/proc/self/fd/{descriptor}"
-        inode = os.fstat(descriptor).st_ino
+        self._keep(f"/proc/self/fd/{descriptor}")
+
+    def _keep(self, path: "Path | str") -> None:
+        inode = os.stat(path).st_ino
         if os.path.isdir(path):
             self._names[inode] = _list_names(path)
         else:
@@ -83,12 +86,47 @@ class Disk:
         """Lose what was not synced: of each file all, a part, or nothing; of each directory all changes or none.
 
         Returns:
-            The changed paths.
+            The paths of the files that are left.
         """
-        changed: list[str] = []
-        if self.run_dir.exists():
-            self._cut_directory(self.run_dir, choose, changed)
-        return changed
+        if not self.run_dir.exists():
+            return []
+        before = self.run_dir.rename(self.root / "before")
+        paths = [before, *before.rglob("*")]
+        directories = {path.stat().st_ino: _list_names(path) for path in paths if path.is_dir()}
+        contents = {path.stat().st_ino: path.read_bytes() for path in paths if path.is_file()}
+        self._restore(before.stat().st_ino, self.run_dir, directories, contents, choose)
+        shutil.rmtree(before)
+        left = [self.run_dir, *sorted(self.run_dir.rglob("*"))]
+        for path in left:
+            self._keep(path)
+        return [str(path.relative_to(self.root)) for path in left if path.is_file()]
+
+    def _restore(
+        self, inode: int, path: Path, directories: dict[int, Names], contents: dict[int, bytes], choose: random.Random
+    ) -> None:
+        """Create a directory. `directories`, `contents`: inode -> last names in a directory, last bytes of a file."""
+        synced = self._names.get(inode, {})
+        names = directories.get(inode, synced)
+        directories[inode] = synced  # if it has moved, and is in its old directory, too, it is there as it was
+        if names != synced and choose.random() < 0.5:
+            for name, (inner, _) in synced.items():
+                if name not in names:  # later changes in it are lost, too
+                    directories[inner] = self._names.get(inner, {})
+            names = synced
+        path.mkdir()
+        for name, (inner, is_directory) in sorted(names.items()):
+            if is_directory:
+                self._restore(inner, path / name, directories, contents, choose)
+            else:
+                (path / name).write_bytes(self._choose_content(inner, contents, choose))
+
+    def _choose_content(self, inode: int, contents: dict[int, bytes], choose: random.Random) -> bytes:
+        synced = self._contents.get(inode, b"")
+        now = contents.get(inode, synced)
+        if now == synced:
+            return synced
+        part = now[: choose.randint(len(synced), len(now))] if now.startswith(synced) else synced
+        return choose.choice([synced, now, part])
 
     def flip_byte(self, choose: random.Random) -> str:
         """Change a byte of the newest snapshot, if there is an older one. Returns the path; "" for none."""
@@ -101,63 +139,10 @@ class Disk:
         path.write_bytes(data)
         return str(path.relative_to(self.root))
 
-    def _cut_directory(self, directory: Path, choose: random.Random, changed: list[str]) -> None:
-        inode = directory.stat().st_ino
-        now = _list_names(directory)
-        synced = self._names.get(inode, {})
-        if now != synced and choose.random() < 0.5:
-            changed.append(f"{directory.relative_to(self.root)}/")
-            self._go_back(directory, now, synced)
-        for name in sorted(os.listdir(directory)):
-            path = directory / name
-            if path.is_dir() and not path.is_symlink():
-                self._cut_directory(path, choose, changed)
-            elif path.is_file() and not path.is_symlink() and self._cut_file(path, choose):
-                changed.append(str(path.relative_to(self.root)))
 
-    def _go_back(self, directory: Path, now: dict[str, tuple[int, bool]], synced: dict[str, tuple[int, bool]]) -> None:
-        """Give a directory the names that were synced."""
-        spare = Path(tempfile.mkdtemp(dir=self.root))
-        kept = {inode: name for name, (inode, _) in now.items()}
-        for name in now:
-            (directory / name).rename(spare / name)
-        for name, (inode, is_directory) in synced.items():
-            if inode in kept:
-                path = directory / name
-                (spare / kept[inode]).rename(path)
-                if is_directory and kept[inode] != name:  # later changes in it are lost, too
-                    self._go_back(path, _list_names(path), self._names.get(inode, {}))
-            else:
-                self._restore(directory / name, inode, is_directory)
-        shutil.rmtree(spare)
-
-    def _restore(self, path: Path, inode: int, is_directory: bool) -> None:
-        """Create again what was removed, but not for good."""
-        if not is_directory:
-            path.write_bytes(self._contents.get(inode, b""))
-            self._contents[path.stat().st_ino] = self._contents.get(inode, b"")
-            return
-        path.mkdir()
-        for name, (inner, is_inner_directory) in self._names.get(inode, {}).items():
-            self._restore(path / name, inner, is_inner_directory)
-        self._names[path.stat().st_ino] = _list_names(path)
-
-    def _cut_file(self, path: Path, choose: random.Random) -> bool:
-        now = path.read_bytes()
-        synced = self._contents.get(path.stat().st_ino, b"")
-        if now == synced:
-            return False
-        part = now[: choose.randint(len(synced), len(now))] if now.startswith(synced) else synced
-        left = choose.choice([synced, now, part])
-        with open(path, "r+b") as file:
-            file.write(left)
-            file.truncate()
-        return left != now
-
-
-def _list_names(directory: "Path | str") -> dict[str, tuple[int, bool]]:
+def _list_names(directory: "Path | str") -> Names:
     with os.scandir(directory) as entries:
-        return {each.name: (each.inode(), each.is_dir(follow_symlinks=False)) for each in entries}
+        return {each.name: (each.inode(), each.is_dir()) for each in entries}
 
 
 def build_open(get_process: Callable[[], Process], get_disk: Callable[[], Disk]) -> Callable[..., Any]:

@@ -105,7 +105,7 @@ class Machine:
         choose = random.Random(f"{self.scheduler.seed} {round_}")
         kinds = {fault.kind for fault in self._launch.struck}
         if "power" in kinds:
-            self.scheduler.note(f"the power is back, and changed are: {self.disk.cut_power(choose)}")
+            self.scheduler.note(f"the power is back, and left are: {self.disk.cut_power(choose)}")
         if "flip" in kinds:
             self._launch.flipped = self.disk.flip_byte(choose)
             self.scheduler.note(f"a byte has changed in {self._launch.flipped}")

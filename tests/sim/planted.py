@@ -235,7 +235,7 @@ PLANTED = (
     ),
     Planted(
         "the state of an optimizer is not restored", RESUME, "train/state/objects.py",
-        "    optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})\n", "",
+        "        optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})\n", "",
     ),
     Planted(
         "the sums of the metrics of an epoch are not restored", METRICS, "train/state/run_state.py",

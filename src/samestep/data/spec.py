@@ -74,11 +74,9 @@ def read_data_arguments(
         "pin_memory": pin_memory,
     }
     wanted = {name: value for name, value in given.items() if value is not None}
-    if isinstance(data, DataLoader):
-        spec = dataclasses.replace(_understand_loader(data, sizes), **wanted)
-    else:
-        spec = DataSpec(data, **wanted)
-    _check_dataset(spec.dataset, takes_streams)
+    is_loader = isinstance(data, DataLoader)
+    _check_dataset(data.dataset if is_loader else data, takes_streams)
+    spec = dataclasses.replace(_understand_loader(data, sizes) if is_loader else DataSpec(data), **wanted)
     if not isinstance(spec.num_workers, int) or spec.num_workers < 0:
         raise InvalidValue(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more", code="SS101")
     return spec

@@ -522,14 +522,7 @@ class Run:
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         prepared = self._check_prepared("run.evaluate")
-        evaluator = Evaluator(
-            self._context,
-            prepared.objects.modules,
-            prepared.gradients,
-            self._state,
-            self._services.watchdog,
-            self._services.stopping,
-        )
+        evaluator = Evaluator(self._context, self._state, prepared, self._services)
         return evaluator.evaluate(
             score, data, collate_fn=collate_fn, num_workers=num_workers, micro_batch_size=micro_batch_size
         )

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from samestep.data.loader import Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, read_data_arguments
 from samestep.engine.host_copies import read_later
-from samestep.engine.passes import Gradients
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
@@ -23,10 +22,10 @@ from samestep.plan.sizes import Span, check_positive
 from samestep.plan.tree import Layout
 from samestep.train import calls
 from samestep.train.context import RunContext
-from samestep.train.ending.stopping import Stopping
+from samestep.train.loops.services import Services
+from samestep.train.prepared import Prepared
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average
-from samestep.watch.phase_clock import PhaseClock
 from samestep.world.transport import describe_failure, read_outcomes
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
@@ -39,28 +38,15 @@ class PerMicroBatch(NamedTuple):
 
 
 class Evaluator:
-    """Scores data sets with the models of one run.
+    """Scores data sets with the models of one run."""
 
-    Args:
-        gradients: saves and restores the models' buffers.
-        clock: times the phases of this rank.
-    """
-
-    def __init__(
-        self,
-        context: RunContext,
-        modules: Mapping[str, nn.Module],
-        gradients: Gradients,
-        state: RunState,
-        clock: PhaseClock,
-        stopping: Stopping,
-    ) -> None:
+    def __init__(self, context: RunContext, state: RunState, prepared: Prepared, services: Services) -> None:
         self._context = context
-        self._modules = modules
-        self._gradients = gradients
         self._state = state
-        self._clock = clock
-        self._stopping = stopping
+        self._modules = prepared.objects.modules
+        self._gradients = prepared.gradients
+        self._clock = services.watchdog
+        self._stopping = services.stopping
 
     def evaluate(
         self, score: Callable[[Any], Mapping[str, Any]], data: Any, *, micro_batch_size: int | None, **arguments: Any
