@@ -74,11 +74,10 @@ class Ranks:
     def compute(self, attempt: PassAttempt, uses: Callable[[int], tuple[int, ...]] = lambda v: ALL) -> None:
         """The micro-batches of this rank. Micro-batch v uses parameters `uses(v)`."""
         for v in attempt.held:
-            attempt.open(v)
             if used := uses(v):
                 terms = [(self.params[i] * draw(i, v)).sum().double() for i in used]
-                attempt.backward(torch.stack(terms).sum(), None, None)
-            attempt.close()
+                attempt.backward(v, torch.stack(terms).sum(), None, None)
+            attempt.close(v)
 
     def run(self, n: int, uses: Callable[[int], tuple[int, ...]] = lambda v: ALL) -> list[bytes | None]:
         """One pass. Returns the gradients' bytes."""

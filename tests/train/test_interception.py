@@ -15,10 +15,10 @@ import samestep
 from samestep.config import OPTIONS
 from samestep.train.context import RunContext
 from samestep.train.step.interception import Interceptor, read_request
-from samestep.train.step.steps import Step, StepObserver
+from samestep.train.step.steps import Step, StepInterceptor, StepObserver
 
 NOTIFICATIONS = {name for name in vars(StepObserver) if not name.startswith("_")}
-QUESTIONS = {name for name in vars(Interceptor) if callable(getattr(Interceptor, name))}
+QUESTIONS = {name for kind in (Interceptor, StepInterceptor) for name in vars(kind) if callable(getattr(kind, name))}
 
 
 class Recorder(Interceptor):

@@ -250,13 +250,13 @@ class Buffers:
             self._use(sorted(active.union(self._active)))
         rows: list[Grads] = [[values.get(k) for k in self._active] for values in self._values]
         last = rows.pop() if rows else []
-        partial = PartialSums(self._layout, self._group.rank)
-        for v, row in zip(partial.held, rows, strict=False):  # without the last one
-            partial.fold(v, row)
+        partial_sums = PartialSums(self._layout, self._group.rank)
+        for v, row in zip(partial_sums.held, rows, strict=False):  # without the last one
+            partial_sums.fold(v, row)
         if self._layout.world_size == 1:
-            sums = partial.complete(last)
+            sums = partial_sums.complete(last)
         else:
-            exchange = self._exchanges.begin(partial)
+            exchange = self._exchanges.begin(partial_sums)
             for i, value in enumerate(last):
                 exchange.pack(i, value)
             _, sums = exchange.finish(Control(Vote()))

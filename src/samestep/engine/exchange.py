@@ -23,12 +23,12 @@ class Exchange:
         waited_s: seconds that `send` has waited for other ranks.
     """
 
-    def __init__(self, plan: ReductionPlan, memory: ExchangeMemory, group: Group, partial: PartialSums) -> None:
+    def __init__(self, plan: ReductionPlan, memory: ExchangeMemory, group: Group, partial_sums: PartialSums) -> None:
         self.waited_s = 0.0
         self._plan = plan
         self._memory = memory
         self._group = group
-        self._partial = partial
+        self._partial_sums = partial_sums
         self._packed = bytearray(len(plan.params))
         # Per bucket, how many of its gradients the last micro-batch has not computed yet.
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in plan.buckets]
@@ -48,7 +48,7 @@ class Exchange:
             grad: the gradient in the last micro-batch.
         """
         self._packed[i] = 1
-        return self._partial.pack(i, grad, self._memory.views[i])
+        return self._partial_sums.pack(i, grad, self._memory.views[i])
 
     def send(self, i: int, grad: Tensor) -> Tensor:
         """Same as `pack`. Sends the buckets that are complete then."""
@@ -80,7 +80,7 @@ class Exchange:
         """Start the exchange of the next bucket, and advance that of the bucket before it."""
         number = len(self._pending)
         route = self._memory.routes[number]
-        if self._partial.held and number < len(self._plan.buckets):
+        if self._partial_sums.held and number < len(self._plan.buckets):
             for i in self._plan.buckets[number].indices:
                 if not self._packed[i]:
                     self.pack(i, None)
@@ -122,14 +122,19 @@ class Exchanges:
         self._memory: ExchangeMemory | None = None
         self._key: tuple[Any, ...] = ()
 
-    def begin(self, partial: PartialSums, num_buffers: int = 0, num_names: int = 0) -> Exchange:
+    def begin(self, partial_sums: PartialSums, num_buffers: int = 0, num_names: int = 0) -> Exchange:
         """Begin an exchange with other ranks. Arguments as for `Exchange` and `ControlFormat`."""
-        key = (partial.layout, num_buffers, num_names, self._group.generation)  # it refers to the group's connections
+        key = (
+            partial_sums.layout,
+            num_buffers,
+            num_names,
+            self._group.generation,
+        )  # it refers to the group's connections
         if self._memory is None or key != self._key or self._memory.is_kept:
             self._memory = None  # first, so that there is only one: the last step of an epoch is shorter
-            self._memory = ExchangeMemory(self._plan, partial.layout, self._group, num_buffers, num_names)
+            self._memory = ExchangeMemory(self._plan, partial_sums.layout, self._group, num_buffers, num_names)
             self._key = key
-        return Exchange(self._plan, self._memory, self._group, partial)
+        return Exchange(self._plan, self._memory, self._group, partial_sums)
 
     def forget(self) -> None:
         """Release the memory, and the messages in it that have not arrived."""

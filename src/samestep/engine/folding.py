@@ -1,6 +1,6 @@
 """Adds up the gradients of one rank: a tensor per parameter, None for a parameter that was not used."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import compress, repeat
 from operator import is_, is_not
@@ -21,19 +21,13 @@ class PartialSums:
     Attributes:
         layout: which micro-batches the ranks have.
         held: this rank's micro-batches.
-        used: the parameters that the micro-batches have used, a byte of 1 for each; as one number.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
         self.held = layout.ranges[rank]
-        self.used = 0
         self._rank = rank
         self._sums: list[Grads] = []
-
-    def note_used(self, used: Iterable[int]) -> None:
-        """Note which parameters a micro-batch has used: 1 for each of these, 0 for each other one."""
-        self.used |= int.from_bytes(bytes(used))
 
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v, unless it is the last one: the sums that it completes become one."""

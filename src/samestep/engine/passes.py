@@ -19,7 +19,7 @@ from samestep.engine.precision import MixedPrecision
 from samestep.engine.reduction_plan import build_reduction_plan
 from samestep.engine.reports import Means, PassReports, average_losses, find_logged
 from samestep.engine.sharded_sum import ShardedSum
-from samestep.engine.shards import ShardedModels
+from samestep.engine.sharded_unit import ShardedModels
 from samestep.engine.tree_sum import TreeSum
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.tree import build_layout
@@ -145,11 +145,11 @@ class Reduced:
 class PassAttempt:
     """One attempt at a pass over a step's micro-batches.
 
-    For each of this rank's micro-batches `open`, `backward` and `close`, then `exchange` and `apply`. Until `apply`,
+    For each of this rank's micro-batches `backward` and `close`, then `exchange` and `apply`. Until `apply`,
     the state that snapshots contain does not change: if a rank dies, the others drop the attempt and begin another.
 
-    Before its own micro-batches and between `exchange` and `apply`, a rank can also open micro-batches of other ranks.
-    They change nothing.
+    Before its own micro-batches and between `exchange` and `apply`, a rank can also compute those of other ranks. They
+    change nothing.
 
     Args:
         step: number of the step, for messages.
@@ -158,14 +158,14 @@ class PassAttempt:
 
     Attributes:
         held: this rank's micro-batches.
-        fillers: micro-batch to open after them.
+        fillers: micro-batch to compute after them.
         reports: what its micro-batches report.
     """
 
     def __init__(self, gradients: Gradients, step: int, sizes: Sequence[int], number: int) -> None:
         rank = gradients.group.rank
         plan = gradients.plan
-        layout = build_layout(len(sizes), gradients.group.world_size, plan.shards is not None)
+        layout = build_layout(len(sizes), gradients.group.world_size, plan.models is not None)
         self.held = layout.ranges[rank]
         self.fillers = layout.fillers[rank]
         self._gradients = gradients
@@ -178,18 +178,17 @@ class PassAttempt:
         drop_grads(plan.all)
         gradients.guard.begin()
         gradients.buffers.begin(layout)
-        self._partial = partial = PartialSums(layout, rank)
+        partial_sums = PartialSums(layout, rank)
         exchange = None
         if layout.world_size > 1:
             num_names = len(gradients.logged_names)
-            exchange = gradients.exchanges.begin(partial, gradients.buffers.num_buffers, num_names)
+            exchange = gradients.exchanges.begin(partial_sums, gradients.buffers.num_buffers, num_names)
         self._sum: TreeSum | ShardedSum
-        if plan.shards is None or exchange is None:
-            self._sum = TreeSum(plan, partial, exchange, gradients.guard)
+        if plan.models is None or exchange is None:
+            self._sum = TreeSum(plan, partial_sums, exchange, gradients.guard)
         else:
-            self._sum = ShardedSum(plan, plan.shards, gradients.group, partial, exchange, gradients.guard)
-        self._open = 0  # the micro-batch whose body runs
-        self._failure = ""  # the type of the error that a backward pass has raised
+            self._sum = ShardedSum(plan, plan.models, gradients.group, partial_sums, exchange, gradients.guard)
+        self._failure = ""  # a backward pass that has raised an error
 
     def release(self) -> None:
         """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
@@ -197,13 +196,8 @@ class PassAttempt:
         self._gradients.exchanges.forget()
         self._gradients.buffers.forget_memory()
 
-    def open(self, v: int) -> None:
-        """Begin micro-batch v."""
-        self._open = v
-        self.reports.terms.pop(v, None)  # of an earlier computation of it
-
-    def backward(self, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:
-        """Run the backward of the open micro-batch. Arguments and errors as for `Step.backward`.
+    def backward(self, v: int, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:
+        """Run the backward of micro-batch v. Arguments and errors as for `Step.backward`.
 
         Returns:
             The seconds in which it waited for other ranks.
@@ -211,13 +205,13 @@ class PassAttempt:
         if self._failure:
             self.refuse_failed()
         wanted = None if model is None else self._gradients.find_wanted(model)
-        own = self.reports.add_loss(self._open, loss, weight)
+        own = self.reports.add_loss(v, loss, weight)
         has_weight = isinstance(own, Tensor) or bool(own)
         factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
         try:
-            return self._sum.backward(self._open, loss, factor, wanted, has_weight=has_weight)
+            return self._sum.backward(v, loss, factor, wanted, has_weight=has_weight)
         except BaseException as error:
-            self._failure = type(error).__name__
+            self._failure = f"{type(error).__name__} in micro-batch {v}"
             raise
 
     def refuse_failed(self) -> None:
@@ -227,21 +221,22 @@ class PassAttempt:
         """
         if self._failure:
             raise UsageError(
-                f"step.backward raised {self._failure} in micro-batch {self._open} of step {self._step}, and the "
-                "script continued with an incomplete gradient: let the error end the run, which resumes from the "
+                f"step.backward raised {self._failure} of step {self._step}, and the script "
+                "continued with an incomplete gradient: let the error end the run, which resumes from the "
                 "newest snapshot; if memory is short, choose a smaller micro_batch_size instead of another try",
                 code="SS202",
             )
 
-    def close(self) -> None:
-        """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
+    def close(self, v: int) -> None:
+        """End micro-batch v: fold its gradients and its buffers into those of the micro-batches before it."""
         if self._failure:
             self.refuse_failed()
-        self._sum.close(self._open)
-        if self._open in self.held:
+        self._sum.close(v)
+        if v in self.held:
             self._gradients.buffers.take()
         else:
             self._gradients.buffers.undo()
+            self.reports.terms.pop(v, None)  # it may be computed again
 
     def exchange(self, vote: Vote, fingerprints: list[int]) -> Reduced:
         """Average the gradients over all ranks, and gather the other contributions of each rank.
@@ -259,7 +254,7 @@ class PassAttempt:
         logged = self.reports.read_logged()
         has_new_names = not {*names}.issuperset(chain(*logged))
         num_params = len(gradients.plan.params)
-        own_used = self._partial.used.to_bytes(num_params)
+        own_used = self._sum.used.to_bytes(num_params)
         reports = self.reports.build(fingerprints, logged, names)
         control = Control(vote, reports, buffers.pack(), own_used, has_new_names)
         controls, sums = self._sum.finish(control)
@@ -309,7 +304,7 @@ class PassAttempt:
         plan = gradients.plan
         if gradients.precision.accepts(reduced.grads, self._agree):
             for param, grad in zip(plan.params, reduced.grads, strict=True):
-                param.grad = grad if grad is None or plan.shards is None else shard_like(param, grad)
+                param.grad = grad if grad is None or plan.models is None else shard_like(param, grad)
         else:
             has_gradients = False
             drop_grads(plan.params)

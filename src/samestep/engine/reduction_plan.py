@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samestep.engine.buckets import Bucket, build_buckets, choose_cap_bytes, dense_strides
 from samestep.engine.leaf import GradientHooks
-from samestep.engine.shards import ShardedModels, Shards, find_shards
+from samestep.engine.sharded_unit import ShardedModels
 from samestep.world.group import Group
 
 G = TypeVar("G", bound=Tensor | None)
@@ -27,7 +27,7 @@ class ReductionPlan:
         buckets: in the order in which they are exchanged.
         bucket_of: per parameter, the number of its bucket.
         owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
-        shards: the units of the parameters, if these are sharded.
+        models: the models, if their parameters are sharded.
         exchange_dtype: the dtype to which gradients of float32 and their partial sums are rounded, so that they are
             exchanged in it; None: they are not.
     """
@@ -39,7 +39,7 @@ class ReductionPlan:
     buckets: Sequence[Bucket]
     bucket_of: Mapping[int, int]
     owners: Sequence[int] | None
-    shards: Shards | None
+    models: ShardedModels | None
     exchange_dtype: torch.dtype | None
 
     @cached_property
@@ -61,9 +61,16 @@ class ReductionPlan:
         return GradientHooks(self.params)
 
     @cached_property
+    def unit_numbers(self) -> list[list[int | None]]:
+        """The numbers of the parameters of each sharded unit; None for one that is not trained."""
+        numbers = {id(param): i for i, param in enumerate(self.params)}
+        units = [] if self.models is None else self.models.units
+        return [[numbers.get(id(param)) for param in unit.params] for unit in units]
+
+    @cached_property
     def is_divided(self) -> bool:
         """Whether each rank gets the sums of a part of the parameters only."""
-        return self.owners is not None or self.shards is not None
+        return self.owners is not None or self.models is not None
 
 
 def build_reduction_plan(
@@ -79,8 +86,7 @@ def build_reduction_plan(
 
     Args:
         trained: (name, parameter) in the models' order.
-        owners, exchange_dtype: see `ReductionPlan`.
-        models: the models, if their parameters are sharded.
+        untrained, owners, models, exchange_dtype: see `ReductionPlan`.
     """
     params = [param for _, param in trained]
     in_buckets = params if models is None else []
@@ -98,7 +104,7 @@ def build_reduction_plan(
         buckets=buckets,
         bucket_of={i: number for number, bucket in enumerate(buckets) for i in bucket.indices},
         owners=owners,
-        shards=None if models is None else find_shards(models, params),
+        models=models,
         exchange_dtype=exchange_dtype,
     )
 

@@ -17,7 +17,7 @@ from samestep.engine.folding import Grads, PartialSums
 from samestep.engine.leaf import ParameterGuard, drop_grads, run_backward_alone
 from samestep.engine.reduction_plan import ReductionPlan
 from samestep.engine.routes import PendingOp, wait_all
-from samestep.engine.shards import Shards
+from samestep.engine.sharded_unit import ShardedModels
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
 from samestep.world.group import Group
@@ -34,20 +34,21 @@ class ShardedSum:
     def __init__(
         self,
         plan: ReductionPlan,
-        shards: Shards,
+        models: ShardedModels,
         group: Group,
-        partial: PartialSums,
+        partial_sums: PartialSums,
         exchange: Exchange,
         guard: ParameterGuard,
     ) -> None:
         self._plan = plan
-        self._numbers = shards.numbers
-        self._models = shards.models
+        self._numbers = plan.unit_numbers
+        self._models = models
         self._guard = guard
+        self.used = 0
         self._world_size = group.world_size
-        self._partial = partial
+        self._partial_sums = partial_sums
         self._exchange = exchange
-        num_micro_batches = partial.layout.num_micro_batches
+        num_micro_batches = partial_sums.layout.num_micro_batches
         self._chunks = ChunkExchange(num_micro_batches, group.rank, group.world_size, self._models.block_size)
         self._sums = [ChunkSum(num_micro_batches) for _ in self._models.units]
         self._order: list[int] = []  # of the units, in all backward passes
@@ -81,7 +82,7 @@ class ShardedSum:
         if not self._is_called:
             self._missing &= self._wanted
         self._is_called = True
-        self._counts = has_weight and v in self._partial.held
+        self._counts = has_weight and v in self._partial_sums.held
         self._models.direct(self._reduce)
         try:
             run_backward_alone(self._plan.params, loss, factor)
@@ -148,8 +149,8 @@ class ShardedSum:
             torch.cuda.current_stream().wait_stream(stream)
         drop_grads(self._plan.untrained)
         self._guard.check()
-        if v in self._partial.held:
-            self._partial.note_used(self._fired)
+        if v in self._partial_sums.held:
+            self.used |= int.from_bytes(self._fired)
         self._begin_round()
 
     def finish(self, control: Control) -> tuple[list[Control], Grads]:

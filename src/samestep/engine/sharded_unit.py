@@ -1,10 +1,12 @@
-"""A part of a model that torch's `fully_shard` (FSDP2) gathers and frees as one. Uses public names of torch only.
+"""The units of a model that torch's `fully_shard` (FSDP2) gathers and frees. Uses public names of torch only.
 
-FSDP2 gathers the parameters when the part runs, and again for its backward pass. Its reduction of gradients is off: a
+FSDP2 gathers the parameters when a unit runs, and again for its backward pass. Its reduction of gradients is off: a
 unit passes on the whole gradients, and frees the parameters, as soon as the unit's backward pass is complete.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -179,6 +181,35 @@ class ShardedUnit:
                     seen.add(following)
                     stack.append(following)
         return [*last]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedModels:
+    """The models of a run whose parameters are sharded.
+
+    Attributes:
+        units: their units.
+        process_group: the ranks.
+        block_size: ranks per block; the ranks of a block are on one host.
+        stream: for the exchanges of gradients on a GPU; None on the CPU.
+    """
+
+    units: Sequence[ShardedUnit]
+    process_group: Any
+    block_size: int
+    stream: torch.cuda.Stream | None
+
+    def free_gathered(self) -> None:
+        """Free whole parameters. A forward pass without a backward pass leaves some, and an update would not change
+        them.
+        """
+        for unit in self.units:
+            unit.free_gathered()
+
+    def direct(self, receive: Callable[[int], None] | None) -> None:
+        """Call `receive` with the number of each unit whose gradients a backward pass has computed from now on."""
+        for k, unit in enumerate(self.units):
+            unit.direct(None if receive is None else partial(receive, k))
 
 
 def _list_places(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

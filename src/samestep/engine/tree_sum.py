@@ -41,15 +41,19 @@ class TreeSum:
     Args:
         exchange: with the other ranks; None if there are none.
         guard: of the parameters.
+
+    Attributes:
+        used: the parameters that this rank's micro-batches have used, a byte of 1 for each; as one number.
     """
 
     def __init__(
-        self, plan: ReductionPlan, partial: PartialSums, exchange: Exchange | None, guard: ParameterGuard
+        self, plan: ReductionPlan, partial_sums: PartialSums, exchange: Exchange | None, guard: ParameterGuard
     ) -> None:
         self._plan = plan
-        self._partial = partial
+        self._partial_sums = partial_sums
         self._exchange = exchange
         self._guard = guard
+        self.used = 0
         self._grads: list[Any] = [None] * len(plan.params)  # what step.backward has left in `.grad`
         self._versions: dict[int, int] = {}  # of these gradients, by the number of the parameter
 
@@ -64,7 +68,7 @@ class TreeSum:
         if not has_weight:
             return 0.0
         params = self._plan.params
-        if self._exchange is None or v not in self._partial.held[-1:]:
+        if self._exchange is None or v not in self._partial_sums.held[-1:]:
             run_backward_alone(params, loss, factor)
             self._note_all(wanted)
             return 0.0
@@ -114,10 +118,10 @@ class TreeSum:
             param.grad = grad = grad.to_dense()  # a sparse one has other rows on each rank
         # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`, because
         # views of one bucket would share a version.
-        (narrow,) = self._plan.narrow([grad])
-        packed = exchange.send(i, narrow)
-        if packed.dtype == grad.dtype:  # else it was rounded, and `.grad` cannot hold it
-            param.grad = grad = packed.data
+        if self._plan.exchange_dtype is None:
+            param.grad = grad = exchange.send(i, grad).data
+        else:  # `.grad` cannot hold what is rounded
+            exchange.send(i, *self._plan.narrow([grad]))
         self._grads[i] = grad
         self._versions[i] = read_version(grad)
 
@@ -131,9 +135,9 @@ class TreeSum:
         versions = [*map(read_version, map(self._grads.__getitem__, self._versions))]
         if versions != [*self._versions.values()] or not all(map(is_, grads, self._grads)):
             self._refuse_changes(v, grads)
-        held = self._partial.held
+        held = self._partial_sums.held
         if v in held:
-            self._partial.note_used(map(is_not, grads, NONE))
+            self.used |= int.from_bytes(bytes(map(is_not, grads, NONE)))
         if v in held[-1:]:
             drop_grads(self._plan.untrained)
             self._guard.check()
@@ -142,7 +146,7 @@ class TreeSum:
         self._grads = [None] * len(grads)
         self._versions = {}
         if v in held:
-            self._partial.fold(v, self._plan.narrow(grads))
+            self._partial_sums.fold(v, self._plan.narrow(grads))
 
     def _refuse_changes(self, v: int, grads: Sequence[Tensor | None]) -> None:
         for i, (name, grad) in enumerate(zip(self._plan.names, grads, strict=True)):
@@ -169,7 +173,7 @@ class TreeSum:
     def _complete_alone(self) -> Grads:
         """Return the sums, with the strides and dtypes that they have with more ranks: norms sum in memory order."""
         plan = self._plan
-        sums = self._partial.complete(plan.narrow(self._grads))
+        sums = self._partial_sums.complete(plan.narrow(self._grads))
         if plan.exchange_dtype is None and [*map(Tensor.stride, list_present(sums))] == plan.strides:
             return sums
         return [*map(_lay_out, sums, plan.params, plan.strides)]

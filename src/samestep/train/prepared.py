@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.ownership import Ownership
 from samestep.engine.passes import Gradients
-from samestep.engine.shards import ShardedModels
+from samestep.engine.sharded_unit import ShardedModels
 from samestep.errors import InvalidValue
 from samestep.plan.memory import OUTSIDE, ParamSize
 from samestep.snapshot.resume_point import ResumePoint

@@ -89,7 +89,7 @@ class Evaluator:
             try:
                 outcome = "value", self._score(score, spec, spans, layout)
             except Exception as error:  # the script may catch it, so the other ranks must not wait for this one
-                if self._gradients.plan.shards is not None:  # they wait inside of the model
+                if self._gradients.plan.models is not None:  # they wait inside of the model
                     raise
                 failure = error
                 outcome = describe_failure(error)

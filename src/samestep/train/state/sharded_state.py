@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils._pytree import tree_map
 
-from samestep.engine.sharded_unit import ShardedUnit
-from samestep.engine.shards import ShardedModels
+from samestep.engine.sharded_unit import ShardedModels, ShardedUnit
 from samestep.errors import InvalidValue
 from samestep.snapshot.serialization import SavedState
 from samestep.torch_internals import (

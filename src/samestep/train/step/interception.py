@@ -1,7 +1,7 @@
 """Interceptors change what a run does, without a branch in the loop. Tools and options install them by name."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -11,12 +11,12 @@ from torch import nn
 
 from samestep.config import NO_INTERCEPTORS, OPTIONS, RunConfig
 from samestep.decoding import parse_json
-from samestep.engine.passes import Gradients, Reduced
+from samestep.engine.passes import Gradients
 from samestep.errors import InvalidValue
 from samestep.plan.memory import ParamSize
 from samestep.train.context import RunContext
 from samestep.train.inputs.loop_data import LoopData
-from samestep.train.step.steps import Step, StepObserver
+from samestep.train.step.steps import StepInterceptor
 from samestep.watch.phase_clock import PhaseClock
 from samestep.world.environment import TRACE
 
@@ -44,7 +44,7 @@ class LoopParts:
     measure_sizes: Callable[[], list[ParamSize]]
 
 
-class Interceptor(StepObserver):
+class Interceptor(StepInterceptor):
     """Changes what a run does. Every method does nothing by default.
 
     The life of a run, with all events in their places. `<name>` notifies observers: an interceptor is one, too, and the
@@ -110,36 +110,6 @@ class Interceptor(StepObserver):
 
     def begin_loop(self, loop: LoopParts) -> None:
         """A loop begins, after a snapshot was restored. Called on all ranks, also for a loop without steps left."""
-
-    def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
-        """Return micro-batches of other ranks, which this rank computes before its own.
-
-        The results change nothing; `forward` and `backward` see them. The result depends on the arguments only: it is
-        also needed ahead of time, to load the samples.
-        """
-        return ()
-
-    def probe(self, step: Step) -> Iterator[Any]:
-        """Return batches for which to run the script's body before the pass.
-
-        The body runs without a micro-batch: observers are notified of its calls of step.backward and step.log, which do
-        nothing else.
-        """
-        return iter(())
-
-    def results(self) -> tuple[int, int]:
-        """Return `computed` and `recomputed` of this rank's vote (`Vote`), which all ranks get before `after_exchange`.
-
-        Only one interceptor of a run may return others than zeros.
-        """
-        return 0, 0
-
-    def after_exchange(self, step: Step, reduced: Reduced) -> Iterator[Any]:
-        """All ranks' reports have arrived, and nothing is applied yet. Return batches of `Step.compute`, if any.
-
-        The script's body runs for each of them.
-        """
-        return iter(())
 
 
 @dataclass(frozen=True)

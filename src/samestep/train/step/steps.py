@@ -1,11 +1,11 @@
-"""One optimizer step, over which the script iterates, and the protocols of what listens to it and what changes it."""
+"""One optimizer step, over which the script iterates, and the classes of what listens to it and what changes it."""
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,20 +65,42 @@ class StepObserver:
         """Like `end_step`, but for the last step of an epoch it is called after the epoch's body."""
 
 
-class StepInterceptor(Protocol):
-    """What an `Interceptor` changes in the steps of a run."""
+class StepInterceptor(StepObserver):
+    """What an `Interceptor` changes in the steps of a run. Every method changes nothing by default."""
 
-    def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]: ...
+    def borrow(self, step: int, num_micro_batches: int) -> Sequence[int]:
+        """Return micro-batches of other ranks, which this rank computes before its own.
 
-    def probe(self, step: "Step") -> Iterator[Any]: ...
+        The results change nothing; `forward` and `backward` see them. The result depends on the arguments only: it is
+        also needed ahead of time, to load the samples.
+        """
+        return ()
 
-    def results(self) -> tuple[int, int]: ...
+    def probe(self, step: "Step") -> Iterator[Any]:
+        """Return batches for which to run the script's body before the pass.
 
-    def after_exchange(self, step: "Step", reduced: Reduced) -> Iterator[Any]: ...
+        The body runs without a micro-batch: observers are notified of its calls of step.backward and step.log, which do
+        nothing else.
+        """
+        return iter(())
+
+    def results(self) -> tuple[int, int]:
+        """Return `computed` and `recomputed` of this rank's vote (`Vote`), which all ranks get before `after_exchange`.
+
+        Only one interceptor of a run may return others than zeros.
+        """
+        return 0, 0
+
+    def after_exchange(self, step: "Step", reduced: Reduced) -> Iterator[Any]:
+        """All ranks' reports have arrived, and nothing is applied yet. Return batches of `Step.compute`, if any.
+
+        The script's body runs for each of them.
+        """
+        return iter(())
 
 
 def list_borrowed(interceptors: Sequence[StepInterceptor], step: int, num_micro_batches: int) -> list[int]:
-    """Return the micro-batches that interceptors borrow, see `Interceptor.borrow`."""
+    """Return the micro-batches that interceptors borrow, see `StepInterceptor.borrow`."""
     return [v for each in interceptors for v in each.borrow(step, num_micro_batches)]
 
 
@@ -352,7 +374,6 @@ class Step:
         seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=v))
         parts.clock.enter("forward", self.number)
         on.forward(self, batch)
-        attempt.open(v)
         try:
             yield batch
         except GeneratorExit:
@@ -360,7 +381,7 @@ class Step:
             parts.clock.enter("left", self.number)
             raise
         on.end_micro_batch(self)
-        attempt.close()
+        attempt.close(v)
 
     def _begin_pass(self) -> None:
         state = self._parts.state
@@ -547,7 +568,7 @@ class Step:
             )
         clock = self._parts.clock
         clock.enter("backward", self.number)
-        waited_s = self._attempt.backward(loss, weight, model)
+        waited_s = self._attempt.backward(self.micro_batch, loss, weight, model)
         clock.enter("forward", self.number)
         if waited_s:
             clock.move("backward", "reducing", waited_s)
