@@ -160,6 +160,7 @@ class PassAttempt:
         held: this rank's micro-batches.
         fillers: micro-batch to compute after them.
         reports: what its micro-batches report.
+        failure: to raise if a backward pass has failed, and the script has caught the error.
     """
 
     def __init__(self, gradients: Gradients, step: int, sizes: Sequence[int], number: int) -> None:
@@ -188,7 +189,7 @@ class PassAttempt:
             self._sum = TreeSum(plan, partial_sums, exchange, gradients.guard)
         else:
             self._sum = ShardedSum(plan, plan.models, gradients.group, partial_sums, exchange, gradients.guard)
-        self._failure = ""  # a backward pass that has raised an error
+        self.failure: UsageError | None = None
 
     def release(self) -> None:
         """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
@@ -202,35 +203,29 @@ class PassAttempt:
         Returns:
             The seconds in which it waited for other ranks.
         """
-        if self._failure:
-            self.refuse_failed()
+        if self.failure is not None:
+            raise self.failure
         wanted = None if model is None else self._gradients.find_wanted(model)
         own = self.reports.add_loss(v, loss, weight)
-        has_weight = isinstance(own, Tensor) or bool(own)
-        factor = own / self._gradients.micro_batch_size * self._scale if has_weight else 1.0
+        factor = None
+        if isinstance(own, Tensor) or own:
+            factor = own / self._gradients.micro_batch_size * self._scale
         try:
-            return self._sum.backward(v, loss, factor, wanted, has_weight=has_weight)
+            return self._sum.backward(v, loss, factor, wanted)
         except BaseException as error:
-            self._failure = f"{type(error).__name__} in micro-batch {v}"
-            raise
-
-    def refuse_failed(self) -> None:
-        """Raise UsageError if a backward pass has failed, and the script has caught the error.
-
-        Some of its gradients may have been sent, so it cannot be undone.
-        """
-        if self._failure:
-            raise UsageError(
-                f"step.backward raised {self._failure} of step {self._step}, and the script "
-                "continued with an incomplete gradient: let the error end the run, which resumes from the "
-                "newest snapshot; if memory is short, choose a smaller micro_batch_size instead of another try",
+            # Some gradients may have been sent, so it cannot be undone.
+            self.failure = UsageError(
+                f"step.backward raised {type(error).__name__} in micro-batch {v} of step {self._step}, and the script "
+                "continued with an incomplete gradient: let the error end the run, which resumes from the newest "
+                "snapshot; if memory is short, choose a smaller micro_batch_size instead of another try",
                 code="SS202",
             )
+            raise
 
     def close(self, v: int) -> None:
         """End micro-batch v: fold its gradients and its buffers into those of the micro-batches before it."""
-        if self._failure:
-            self.refuse_failed()
+        if self.failure is not None:
+            raise self.failure
         self._sum.close(v)
         if v in self.held:
             self._gradients.buffers.take()

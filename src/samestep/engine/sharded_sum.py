@@ -55,37 +55,34 @@ class ShardedSum:
         self._under_way: list[PendingOp] = []  # exchanges of chunks
         self._round = -1
         self._models.free_gathered()
-        self._wanted: set[int] = set()  # units whose gradients the current backward pass computes
+        self._fired = bytearray(len(plan.params))  # 1: the parameter has got a gradient
         self._counts = False  # whether the gradients of the current backward pass are added to the sums
         self._begin_round()
 
     def _begin_round(self) -> None:
         self._round += 1
         self._is_called = False  # step.backward was called
-        # Units whose gradients are not on their way yet.
+        # Units whose gradients are not on their way yet, and those whose gradients are.
         self._missing = {k for k, numbers in enumerate(self._numbers) if any(map(self._is_trained, numbers))}
-        self._fired = bytearray(len(self._plan.params))  # 1: the parameter has a gradient
+        self._sent = set[int]()
 
     def _is_trained(self, i: int | None) -> bool:
         return i is not None and self._plan.params[i].requires_grad
 
-    def backward(
-        self, v: int, loss: Tensor, factor: float | Tensor, wanted: set[int] | None, *, has_weight: bool
-    ) -> float:
+    def backward(self, v: int, loss: Tensor, factor: float | Tensor | None, wanted: set[int] | None) -> float:
         """Run the backward pass, also of a loss that does not count: all ranks take part in the exchange.
 
         Args:
+            factor: of the loss; None: the micro-batch does not count.
             wanted: numbers of the parameters that get gradients; None: all.
         """
-        numbers = self._numbers
-        self._wanted = {k for k in range(len(numbers)) if wanted is None or not wanted.isdisjoint(numbers[k])}
-        if not self._is_called:
-            self._missing &= self._wanted
         self._is_called = True
-        self._counts = has_weight and v in self._partial_sums.held
+        if wanted is not None:
+            self._missing = {k for k in self._missing if not wanted.isdisjoint(self._numbers[k])}
+        self._counts = factor is not None and v in self._partial_sums.held
         self._models.direct(self._reduce)
         try:
-            run_backward_alone(self._plan.params, loss, factor)
+            run_backward_alone(self._plan.params, loss, 1.0 if factor is None else factor)
         finally:
             self._models.direct(None)
         for k, unit in enumerate(self._models.units):
@@ -97,18 +94,18 @@ class ShardedSum:
         """Begin to exchange the gradients of a unit, and advance the exchanges of units before."""
         unit = self._models.units[k]
         grads = unit.take_grads()
-        if k not in self._wanted or not any(map(self._is_trained, self._numbers[k])):
-            return
-        if k not in self._missing:
+        if k in self._sent:
             raise UsageError(
                 f'{unit.name} ran twice in one micro-batch, which shard="fsdp2" does not support: leave it out of '
                 "shard_blocks",
                 code="SS609",
             )
-        self._send(k, grads if self._counts else [None] * len(grads))
+        if k in self._missing:
+            self._send(k, grads if self._counts else [None] * len(grads))
 
     def _send(self, k: int, grads: Sequence[Tensor | None]) -> None:
-        self._missing.discard(k)
+        self._missing.remove(k)
+        self._sent.add(k)
         self._order.append(k)
         for i, grad in zip(self._numbers[k], grads, strict=True):
             if i is not None and grad is not None:
@@ -149,8 +146,7 @@ class ShardedSum:
             torch.cuda.current_stream().wait_stream(stream)
         drop_grads(self._plan.untrained)
         self._guard.check()
-        if v in self._partial_sums.held:
-            self.used |= int.from_bytes(self._fired)
+        self.used = int.from_bytes(self._fired)
         self._begin_round()
 
     def finish(self, control: Control) -> tuple[list[Control], Grads]:

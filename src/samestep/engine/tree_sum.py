@@ -57,15 +57,14 @@ class TreeSum:
         self._grads: list[Any] = [None] * len(plan.params)  # what step.backward has left in `.grad`
         self._versions: dict[int, int] = {}  # of these gradients, by the number of the parameter
 
-    def backward(
-        self, v: int, loss: Tensor, factor: float | Tensor, wanted: set[int] | None, *, has_weight: bool
-    ) -> float:
+    def backward(self, v: int, loss: Tensor, factor: float | Tensor | None, wanted: set[int] | None) -> float:
         """Run the backward pass of micro-batch v. Returns the seconds in which it waited for other ranks.
 
         Args:
+            factor: of the loss; None: the micro-batch does not count.
             wanted: numbers of the parameters that get gradients; None: all.
         """
-        if not has_weight:
+        if factor is None:
             return 0.0
         params = self._plan.params
         if self._exchange is None or v not in self._partial_sums.held[-1:]:

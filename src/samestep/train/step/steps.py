@@ -519,8 +519,8 @@ class Step:
 
     def check_not_left(self) -> None:
         """Raise Error if the script left the loop over the micro-batches before its end, or caught an error of it."""
-        if self._attempt is not None:
-            self._attempt.refuse_failed()
+        if self._attempt is not None and self._attempt.failure is not None:
+            raise self._attempt.failure
         if self._phase is StepPhase.LEFT:
             raise UsageError(
                 f"the loop over the micro-batches of step {self.number} was left by break (or return, or an error), so "
