@@ -37,8 +37,8 @@ def test_any_number_of_ranks_gives_the_canonical_sum(n: int, world_size: int, in
         rows = torch.full((world_size, 33), torch.nan)  # of ranks without a micro-batch in the last round
         rows[: len(nodes)] = torch.stack([add_up(leaves, lo, hi) for lo, hi in nodes])
         total.add(nodes, rows)
-        assert len(total.parts) <= 7
-        assert all(part.untyped_storage().nbytes() == 33 * 4 for part in total.parts)
+        assert len(total.sums) <= 7
+        assert all(part.untyped_storage().nbytes() == 33 * 4 for part in total.sums)
     assert total.total is not None
     assert torch.equal(total.total, add_up(leaves, 0, n))
 

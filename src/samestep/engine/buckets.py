@@ -41,7 +41,7 @@ class Bucket:
         return self.params[0].device
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return each parameter's part of `flat`, with the shape and strides of the parameter."""
+        """Return each parameter's slice of `flat`, with the shape and strides of the parameter."""
         return [
             flat.as_strided(param.shape, strides, flat.storage_offset() + offset)
             for param, strides, offset in zip(self.params, self.strides, self.offsets, strict=True)

@@ -29,8 +29,8 @@ def check_module(name: str, module: nn.Module) -> None:
     Raises:
         Error: `module` holds a SyncBatchNorm.
     """
-    for path, part in module.named_modules():
-        if isinstance(part, nn.SyncBatchNorm):
+    for path, each in module.named_modules():
+        if isinstance(each, nn.SyncBatchNorm):
             raise InvalidValue(
                 f"{name}.{path} is a SyncBatchNorm, whose statistics depend on the number of ranks: use BatchNorm; "
                 "it normalizes over one micro-batch, and a step averages its running statistics over all of them",
@@ -40,10 +40,10 @@ def check_module(name: str, module: nn.Module) -> None:
 
 def spread_buffers(module: nn.Module) -> None:
     """Replace buffers made by `expand`, whose elements share memory, by contiguous ones, which can be written."""
-    for part in module.modules():
-        for name, buffer in [*get_buffers(part).items()]:
+    for each in module.modules():
+        for name, buffer in [*get_buffers(each).items()]:
             if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
-                get_buffers(part)[name] = buffer.contiguous()
+                get_buffers(each)[name] = buffer.contiguous()
 
 
 class _Buffer:
@@ -133,12 +133,12 @@ class Buffers:
 
     def __init__(self, modules: Mapping[str, nn.Module], group: Group) -> None:
         paths = {
-            part: f"{name}.{path}" if path else name
+            each: f"{name}.{path}" if path else name
             for name, module in modules.items()
-            for path, part in module.named_modules()
+            for path, each in module.named_modules()
         }
         # The modules' own dicts and sets, which change with them.
-        self._modules = [(path, get_buffers(part), get_non_persistent(part)) for part, path in paths.items()]
+        self._modules = [(path, get_buffers(each), get_non_persistent(each)) for each, path in paths.items()]
         self._group = group
         self._num_passes = 0
         self._places = set[Place]()

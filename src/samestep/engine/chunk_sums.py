@@ -23,32 +23,32 @@ class ChunkSum:
         first: the first micro-batch that is added.
 
     Attributes:
-        parts: the sums of the largest subtrees so far.
+        sums: of the largest subtrees so far.
     """
 
     def __init__(self, num_micro_batches: int, first: int = 0) -> None:
-        self.parts: list[Tensor] = []
+        self.sums: list[Tensor] = []
         self._num_micro_batches = num_micro_batches
         self._first = first
 
     def add(self, nodes: Sequence[Node], rows: Tensor) -> None:
         """Add the chunks of the next nodes, in the first rows. Overwrites them."""
         n = self._num_micro_batches
-        num_kept = len(self.parts)
+        num_kept = len(self.sums)
         for (lo, hi), row in zip(nodes, rows[: len(nodes)], strict=True):
-            part = row
+            total = row
             num_within = count_merges(n, lo, hi - 1)
             for _ in range(count_merges(n, self._first, hi - 1) - num_within):
-                part = self.parts.pop().add_(part)
-            self.parts.append(part)
-            num_kept = min(num_kept, len(self.parts) - 1)
+                total = self.sums.pop().add_(total)
+            self.sums.append(total)
+            num_kept = min(num_kept, len(self.sums) - 1)
         # A view would keep all rows.
-        self.parts[num_kept:] = [part.clone() for part in self.parts[num_kept:]]
+        self.sums[num_kept:] = [total.clone() for total in self.sums[num_kept:]]
 
     @property
     def total(self) -> Tensor | None:
         """The sum of all micro-batches; None if none was added."""
-        return self.parts[0] if self.parts else None
+        return self.sums[0] if self.sums else None
 
 
 class ChunkExchange:
@@ -102,8 +102,8 @@ class ChunkExchange:
         held = range(start, min(start + self._block_size, self._num_micro_batches))
         folded = ChunkSum(self._num_micro_batches, start)
         folded.add([(v, v + 1) for v in held], rows.view(self._block_size, -1))
-        parts = [part.view(self._num_chunks, -1) for part in folded.parts]
-        return torch.stack(parts, dim=1) if parts else rows[:0]
+        sums = [total.view(self._num_chunks, -1) for total in folded.sums]
+        return torch.stack(sums, dim=1) if sums else rows[:0]
 
     def _count_between(self, num_nodes: Sequence[int]) -> Counts:
         """Return how many chunks this rank receives from each rank, and sends to each, after the blocks were folded.
@@ -112,8 +112,8 @@ class ChunkExchange:
             num_nodes: per block, its nodes.
         """
         ranks = range(self._world_size)
-        sender = self._rank // self._num_chunks  # its place in each block
-        place = self._rank % self._block_size
+        sender = self._rank // self._num_chunks  # its number in each block
+        number = self._rank % self._block_size
         received = [num_nodes[each // self._block_size] if each % self._block_size == sender else 0 for each in ranks]
-        sent = [num_nodes[self._block] if each // self._num_chunks == place else 0 for each in ranks]
+        sent = [num_nodes[self._block] if each // self._num_chunks == number else 0 for each in ranks]
         return received, sent

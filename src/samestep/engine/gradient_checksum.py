@@ -56,12 +56,12 @@ def _read_rows(grads: Sequence[Tensor | None], step: int) -> list[Tensor]:
         if grad is None:
             continue
         whole = grad if grad.ndim else grad.view(1)
-        place = (step * _FACTOR % 2**64) * whole.shape[0] >> 64
+        row = (step * _FACTOR % 2**64) * whole.shape[0] >> 64
         if is_sharded(whole):
-            place -= find_first_row(whole)
+            row -= find_first_row(whole)
             whole = get_local(whole)
-        if 0 <= place < whole.shape[0]:
-            rows.append(whole.select(0, place).reshape(-1)[:ROW_ELEMENTS].clone().view(torch.uint8))
+        if 0 <= row < whole.shape[0]:
+            rows.append(whole.select(0, row).reshape(-1)[:ROW_ELEMENTS].clone().view(torch.uint8))
     return rows
 
 

@@ -65,10 +65,10 @@ def _exchange_shards(grads: Mapping[int, Tensor], group: Group) -> dict[int, Ten
     rows = sent.new_empty(world_size, counts[group.rank])
     work = start_all_to_all(rows, sent, None, ([counts[group.rank]] * world_size, counts))
     group.wait_for([work])
-    pieces = torch.split(rows, [sizes[i] for i in own], dim=1)
+    slices = torch.split(rows, [sizes[i] for i in own], dim=1)
     return {
-        i: piece.reshape(-1).view(grads[i].dtype)[: grads[i].numel()].view(grads[i].shape)
-        for i, piece in zip(own, pieces, strict=True)
+        i: values.reshape(-1).view(grads[i].dtype)[: grads[i].numel()].view(grads[i].shape)
+        for i, values in zip(own, slices, strict=True)
     }
 
 
@@ -84,4 +84,4 @@ def clip_with_norm(params: Sequence[Tensor], max_norm: float, total_norm: Tensor
 def _group(tensors: Mapping[int, Tensor]) -> list[list[int]]:
     """Group the numbers of tensors by device and dtype, in torch's order."""
     numbers = [*tensors]
-    return [[numbers[place] for place in places] for places in group_by_kind([*tensors.values()])]
+    return [[numbers[k] for k in alike] for alike in group_by_kind([*tensors.values()])]

@@ -63,7 +63,7 @@ def _unpack(data: Tensor, chunk: Sequence[Tensor]) -> None:
 
 
 def _list_views(data: Tensor, chunk: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tensors, the widest dtypes first so that all are aligned, each with its part of `data`."""
+    """Yield the tensors, the widest dtypes first so that all are aligned, each with its slice of `data`."""
     start = 0
     for tensor in sorted(chunk, key=lambda each: -each.element_size()):
         view = data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

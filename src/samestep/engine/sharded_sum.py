@@ -166,7 +166,7 @@ class ShardedSum:
             )
         for unit, numbers, each_sum in zip(self._models.units, self._numbers, self._sums, strict=True):
             if (total := each_sum.total) is not None:
-                for i, part in zip(numbers, unit.split(total.to(unit.dtype)), strict=True):
+                for i, own in zip(numbers, unit.split(total.to(unit.dtype)), strict=True):
                     if i is not None:
-                        sums[i] = part
+                        sums[i] = own
         return controls, sums

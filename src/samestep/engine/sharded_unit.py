@@ -53,8 +53,8 @@ class ShardedUnit:
         module.register_forward_pre_hook(hide(self._note_inputs), prepend=True, with_kwargs=True)
         module.register_forward_hook(hide(self._note_outputs))
         self._module.set_requires_gradient_sync(False)
-        places = {id(getattr(part, key)): (part, key) for part, key in _list_places(module)}
-        self._places = [*places.values()]
+        owners = {id(getattr(owner, key)): (owner, key) for owner, key in _list_owners(module)}
+        self._owners = [*owners.values()]
         self._num_chunks = mesh.size()
 
     def direct(self, receive: Callable[[], None] | None) -> None:
@@ -64,7 +64,7 @@ class ShardedUnit:
     @property
     def params(self) -> list[nn.Parameter]:
         """The sharded parameters, while they are not gathered."""
-        return [getattr(part, key) for part, key in self._places]
+        return [getattr(owner, key) for owner, key in self._owners]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,7 +90,7 @@ class ShardedUnit:
 
     def take_grads(self) -> list[Tensor | None]:
         """Return the whole gradients, of which this unit keeps none, and free the whole parameters."""
-        grads = [param.grad for param in self._whole] or [None] * len(self._places)
+        grads = [param.grad for param in self._whole] or [None] * len(self._owners)
         for param in self._whole:
             param.grad = None
         self.free_gathered()
@@ -112,11 +112,11 @@ class ShardedUnit:
         return flat
 
     def split(self, chunk: Tensor) -> list[Tensor | None]:
-        """Return the parts of this rank's chunk that belong to each parameter; None for frozen ones."""
+        """Return the slices of this rank's chunk that belong to each parameter; None for frozen ones."""
         sizes = self._find_sizes()
-        parts = zip(self.params, torch.split(chunk, sizes), sizes, strict=True)
-        return [part[: get_local(param).numel()].view(get_local(param).shape) if size else None
-                for param, part, size in parts]  # fmt: skip
+        slices = zip(self.params, torch.split(chunk, sizes), sizes, strict=True)
+        return [values[: get_local(param).numel()].view(get_local(param).shape) if size else None
+                for param, values, size in slices]  # fmt: skip
 
     def _find_sizes(self) -> list[int]:
         """Return the number of elements of each parameter in a chunk; 0 for frozen ones."""
@@ -212,7 +212,7 @@ class ShardedModels:
             unit.direct(None if receive is None else partial(receive, k))
 
 
-def _list_places(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _list_owners(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield the parameters of a module, without those of units inside it, as their module and name."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -220,7 +220,7 @@ def _list_places(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         yield module, key
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from _list_places(child)
+            yield from _list_owners(child)
 
 
 def _find_differentiable(value: Any) -> list[Tensor]:

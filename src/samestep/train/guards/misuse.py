@@ -119,7 +119,7 @@ class ScheduleChecks(StepObserver):
     def begin_pass(self, step: Step) -> None:
         self._positions = self._read_positions()
 
-    def end_micro_batch(self, step: Step) -> None:
+    def reduced(self, step: Step) -> None:
         for name, now in self._read_positions().items():
             if now != self._positions[name]:
                 raise UsageError(
