@@ -1,16 +1,16 @@
 """What happens at the end of this process, and in a process that it forks.
 
-What outlives a call and concerns the whole process is `Held`. When a run ends, its `Resources` close what it holds. At
+What outlives a call and concerns the whole process is `Held`. When a run ends, its `Services` close what it holds. At
 the end of the process, `close` ends what is still open: what was opened last first. In a forked child, `forget`
 releases what belongs to the parent.
 
 | held | `close` | `forget` |
 |---|---|---|
-| `Resources` of a run | completes snapshots and files, restores signals, notes the run's error | restores signals |
+| `Services` of a run | completes snapshots and files, restores signals, notes the run's error | restores signals |
 | `Group` of a run, `LossWatch` | ends threads, closes connections | closes the child's copies of connections |
 | `Watchdog` of a run | ends the heartbeat's threads | |
 | `Workers` of a loop or an evaluation | kills them | leaves them to the parent |
-| `Lock` of a run directory | (`Resources` release it) | closes the child's copy |
+| `Lock` of a run directory | (`Services` release it) | closes the child's copy |
 | `Shared` by all runs | ends the process with the first error, closes the process group | drops the errors |
 | `ForkServer` of a launch | ends it and its ranks | closes the child's copy of its connection |
 

@@ -74,7 +74,7 @@ def open_loop(
     borrow = partial(list_borrowed, interceptors) if interceptors else None
     feed = Feed(context, data, state, borrow, has_steps=has_steps)
     loop = Loop(context, state, prepared, services, feed, observers)
-    services.resources.watch(loop.conclude)
+    services.watch(loop.conclude)
     begin_healing(context, state, feed, services, interceptors)
     if not state.loop.is_past:
         prepared.misuse.begin_loop()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,19 +16,15 @@ from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.redaction import hide_secrets
 from samestep.snapshot.location import open_location
-from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train.arguments import build_config
 from samestep.train.context import RunContext
 from samestep.train.determinism import fix_kernels, use_tf32
-from samestep.train.ending.shutdown import Resources, report_errors
-from samestep.train.ending.stopping import Stopping, StopSignals
+from samestep.train.ending.shutdown import report_errors
 from samestep.train.generators import call_on_rank_0
-from samestep.train.guards.watchdog import Watchdog
 from samestep.train.inputs.loop_data import Sampler, open_loop_data
 from samestep.train.loops.evaluate import Evaluator
 from samestep.train.loops.loop import Epoch, Loop
-from samestep.train.loops.run_metrics import RunMetrics
 from samestep.train.loops.services import Services
 from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
@@ -180,7 +175,8 @@ class Run:
         )
         self._context = context
         self._state = RunState()
-        self._services = self._build_services(() if is_trial else settings.trackers)
+        delivery = Trackers(() if is_trial else settings.trackers, self._say)
+        self._services = Services(context, self._state, self._progress, delivery)
         self._interceptors = [each.kind(context, each.options) for each in [*find_requests(settings), *requests]]
         self._old_params = find_params()
         self._prepared: Prepared | None = None
@@ -209,22 +205,6 @@ class Run:
         Example: see `Run.rank`.
         """
         return self._group.world_size
-
-    def _build_services(self, trackers: Sequence[Tracker | str]) -> Services:
-        context = self._context
-        state = self._state
-        group = context.group
-        gather = partial(calls.gather_after_step, group)
-        snapshotter = Snapshotter(context.config.snapshot_every, context.location, context.say, gather)
-        signals = StopSignals(context.environment, context.say, is_on=self.dir is not None)
-        watchdog = Watchdog(context, state)
-        return Services(
-            snapshotter,
-            watchdog,
-            Stopping(state, snapshotter, watchdog, signals),
-            RunMetrics(context, state, self._progress, Trackers(trackers, context.say)),
-            Resources(context, state, snapshotter, watchdog, signals, self._progress),
-        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -803,4 +783,4 @@ class Run:
 
     def __del__(self) -> None:
         if hasattr(self, "_services"):  # false if `__init__` has failed
-            self._services.resources.drop()
+            self._services.drop()

@@ -1,13 +1,11 @@
-"""The end of a run: with its loop, with its process, or by an error."""
+"""The end of a process that has runs: with the errors of runs that have not ended correctly, or by an error."""
 
-import gc
 import io
 import os
 import pickle
 import signal
 import sys
 import textwrap
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,86 +16,10 @@ from samestep.errors import Error, PeerFailed, WorkerDied, describe, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, write_failure
 from samestep.launch.rank_process import leave
-from samestep.lifetime import Held, hold
-from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.context import RunContext
-from samestep.train.ending.stopping import StopSignals
-from samestep.train.guards.watchdog import Watchdog
-from samestep.train.state.run_state import RunState
-from samestep.watch.progress import Progress
+from samestep.lifetime import Held
 from samestep.world.environment import Environment, Outcome, allow_all_characters, find_exit_code
 from samestep.world.process_group import close_group, has_group
 from samestep.world.rendezvous_store import is_first
-
-
-class Resources(Held):
-    """The resources of one run. They are closed when nothing refers to the run any more, or when the process ends."""
-
-    def __init__(
-        self,
-        context: RunContext,
-        state: RunState,
-        snapshotter: Snapshotter,
-        watchdog: Watchdog,
-        signals: StopSignals,
-        progress: Progress,
-    ) -> None:
-        self._context = context
-        self._state = state
-        self._snapshotter = snapshotter
-        self._watchdog = watchdog
-        self._signals = signals
-        self._progress = progress
-        self._is_open = True
-        self._conclude: Callable[[], Error | None] = lambda: None
-        if context.environment.run_number:
-            gc.collect()  # closes runs without references: as reference cycles, they could remain for long
-        hold(_shared)
-        hold(self)
-
-    def watch(self, conclude: Callable[[], Error | None]) -> None:
-        """Set the function that returns, when the run is closed, the error of a run that has not ended correctly.
-
-        It is called while the run directory is open.
-        """
-        self._conclude = conclude
-
-    def note(self, error: Error) -> None:
-        """Note that the script has left the loop. If the run is closed already, the process ends with this error."""
-        if not self._is_open:
-            _shared.add_error(error, self._context.environment)
-
-    def close(self) -> None:
-        """Close everything, at the end of the process."""
-        self.drop(getattr(sys, "last_value", None))
-
-    def drop(self, failure: BaseException | None = None) -> None:
-        """Close everything. The process ends with the error of a run that has not ended correctly.
-
-        Args:
-            failure: the error that ends the process; None if it ends without an error, or continues because nothing
-                refers to the run any more.
-        """
-        if not self._is_open:
-            return
-        error = self._conclude() if failure is None else None  # before this run counts as closed, see `note`
-        self._is_open = False
-        if not self._state.is_in_loop:
-            self._snapshotter.drop_names("run.snapshot was called outside of a loop; call it in the body of the loop")
-        self._progress.close()
-        directory = self._context.location.directory
-        if failure is not None and directory is not None:
-            directory.write_status("failed", _describe_failure(failure, self._context.environment.rank))
-        was_open = self._snapshotter.close()
-        self._watchdog.close()
-        self._context.group.close()
-        self._signals.restore()
-        if error is not None and was_open:
-            _shared.add_error(error, self._context.environment)
-
-    def forget(self) -> None:
-        self._is_open = False
-        self._signals.restore()
 
 
 class Shared(Held):
@@ -123,7 +45,7 @@ class Shared(Held):
         self._errors.clear()
 
 
-_shared = Shared()
+shared = Shared()
 
 
 def report_errors(rank: int) -> None:
@@ -186,7 +108,7 @@ def _say_once(error: Error) -> None:
         print_error(f"samestep: error: {describe(error)}", original=True)
 
 
-def _describe_failure(error: BaseException, rank: int) -> str:
+def describe_failure(error: BaseException, rank: int) -> str:
     """Describe the error that ends a rank, for `status.json`."""
     if is_secondary(error):
         return f"rank {rank} lost another rank"

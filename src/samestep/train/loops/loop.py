@@ -396,4 +396,4 @@ class Loop:
             )
             if (directory := self._context.location.directory) is not None:
                 directory.write_status("failed", str(self._left_error))
-            self._services.resources.note(self._left_error)
+            self._services.note(self._left_error)
