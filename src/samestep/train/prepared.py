@@ -171,9 +171,9 @@ def prepare_objects(
         read = _read(saved, divided)
         meta = point.meta or {}
         contents.restore(read, meta.get("settings", {}), overrides=overrides)
-        if divided is not None:  # the optimizers' settings are those of the run now
-            divided.check_optimizers()
         state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
+    if divided is not None:  # the optimizers' settings are those of the run now
+        divided.check_optimizers()
     gradients = Gradients(
         objects.modules,
         group,

@@ -33,18 +33,15 @@ class DividedState:
     """The prepared objects of a run whose ranks divide their state.
 
     Compares how often the ranks have called each optimizer, and with which settings.
-
-    Args:
-        shard: the mode.
     """
 
-    def __init__(self, objects: Objects, group: Group, shard: str) -> None:
+    def __init__(self, objects: Objects, group: Group) -> None:
         self._objects = objects
         self._group = group
         self._num_updates = dict.fromkeys(objects.optimizers, 0)
         for name, optimizer in objects.optimizers.items():
             optimizer.register_step_post_hook(lambda *_, name=name: self._count(name))
-        finalize(self, watch_norms(partial(_refuse_norm, shard, WeakSet(objects.optimizers.values()))))
+        finalize(self, watch_norms(partial(_refuse_norm, WeakSet(objects.optimizers.values()))))
 
     def _count(self, name: str) -> None:
         self._num_updates[name] += 1
@@ -66,16 +63,12 @@ class DividedOptimizers(DividedState):
 
     Attributes:
         ownership: the owners of the parameters.
-
-    Raises:
-        InvalidValue: an optimizer cannot be divided.
     """
 
     def __init__(self, objects: Objects, group: Group) -> None:
-        super().__init__(objects, group, "optimizer")
+        super().__init__(objects, group)
         self.ownership = Ownership(group.rank, group.world_size)
         self._stored: dict[tuple[int, torch.Size], int] = {}  # tensor -> the rank that stores it
-        self.check_optimizers()
         for optimizer in objects.optimizers.values():
             optimizer.register_step_post_hook(self._send_updated)
 
@@ -189,12 +182,12 @@ class DividedOptimizers(DividedState):
         return saved
 
 
-def _refuse_norm(shard: str, optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> None:
+def _refuse_norm(optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> None:
     """Refuse to clip this rank's part of the gradients by its own norm."""
     own = {id(param.grad) for optimizer in optimizers for param in list_params(optimizer) if param.grad is not None}
     if any(id(grad) in own for grad in grads):
         raise UsageError(
-            f'torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard="{shard}" sees a part of the gradients: '
+            "torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard= sees some of the gradients: "
             "call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives the norm alone)",
             code="SS610",
         )

@@ -64,12 +64,11 @@ class ShardedState(DividedState):
         models: the models.
 
     Raises:
-        InvalidValue: a model or an optimizer cannot be sharded.
+        InvalidValue: a model cannot be sharded.
     """
 
     def __init__(self, objects: Objects, blocks: Blocks | None, group: Group, init: ShardedInit) -> None:
-        super().__init__(objects, group, "fsdp2")
-        self.check_optimizers()
+        super().__init__(objects, group)
         whole = objects.name_params()
         self.models = _shard(objects.modules, blocks, group, init)
         named = objects.name_params()
