@@ -17,13 +17,13 @@ from samestep.engine.sharded_unit import ShardedModels
 from samestep.errors import InvalidValue
 from samestep.plan.memory import OUTSIDE, ParamSize
 from samestep.snapshot.resume_point import ResumePoint
-from samestep.snapshot.serialization import SavedState, encode
+from samestep.snapshot.serialization import SavedState
 from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.guards.misuse import MisuseChecks
 from samestep.train.guards.replicas import ReplicaChecks
 from samestep.train.state.divided_state import DividedOptimizers
-from samestep.train.state.object_checks import describe_models, outline, refuse_shared_memory, save_all
+from samestep.train.state.object_checks import check_states, describe_models, outline, refuse_shared_memory
 from samestep.train.state.objects import Objects, list_params, list_tensors
 from samestep.train.state.restoring import SnapshotContents
 from samestep.train.state.run_state import RunState
@@ -142,9 +142,7 @@ def prepare_objects(
         interceptor.prepare(objects.modules)
     tensors = [each for module in objects.modules.values() for each in (*module.parameters(), *module.buffers())]
     group.broadcast_tensors([each for each in tensors if not is_partial(each)])
-    states, inner = save_all(objects)
-    if context.location.path is not None:  # an Error for what cannot be saved comes now, not after the first epoch
-        encode({name: each for name, each in states.items() if not is_partial(objects.by_name[name])})
+    inner = check_states(objects, are_saved=context.location.path is not None)
     point = context.location.find_resume_point(config.resume, numbers)
     saved = None if point.is_beginning else context.location.open(point)
     if saved is not None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.hashing import hash_bytes
+from samestep.snapshot.serialization import encode
 from samestep.torch_internals import is_sharded
 from samestep.train.state.objects import Objects, list_tensors, strip_compiled
 from samestep.train.state.sharded_init import is_partial
@@ -69,8 +70,13 @@ def check_objects(objects: Objects, old_params: OldParams) -> None:
             )
 
 
-def save_all(objects: Objects) -> tuple[dict[str, Any], list[Optimizer]]:
-    """Return the objects' states, and the optimizers that an object asks for its own state, such as a wrapper."""
+def check_states(objects: Objects, *, are_saved: bool) -> list[Optimizer]:
+    """Return the optimizers that an object asks for its own state, such as a wrapper.
+
+    Args:
+        are_saved: whether the run saves the states. Then one that a snapshot cannot hold is an InvalidType now, not
+            after the first epoch.
+    """
     own = {*map(id, objects.optimizers.values())}
     inner: list[Optimizer] = []
     with ExitStack() as stack:
@@ -78,7 +84,10 @@ def save_all(objects: Objects) -> tuple[dict[str, Any], list[Optimizer]]:
             # A class that does not call torch's __init__ has no hooks.
             if issubclass(type(each), Optimizer) and id(each) not in own and HOOKS in vars(each):
                 stack.callback(each.register_state_dict_pre_hook(inner.append).remove)
-        return objects.save(), inner
+        states = objects.save()
+    if are_saved:
+        encode({name: state for name, state in states.items() if not is_partial(objects.by_name[name])})
+    return inner
 
 
 def refuse_shared_memory(objects: Objects) -> None:
