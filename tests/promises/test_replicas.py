@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from promises.loops import learn_classes
-from support.tiny import tiny_run, update
+from support.tiny import Pairs, tiny_run, update
 from torch import nn
 
 import samestep
@@ -17,19 +16,12 @@ from samestep.snapshot.store import Store
 HOST = re.escape(socket.gethostname())
 
 
-def build_classes(num_samples: int) -> list[tuple[torch.Tensor, int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, generator=generator), i % 3) for i in range(num_samples)]
-
-
 def flip(tensor: torch.Tensor) -> None:
     """Flips the lowest bit of the last element."""
     tensor.detach().view(torch.int32).view(-1)[-1] ^= 1
 
 
-def train(
-    run_dir: Path | None, rank: int = -1, step: int = -1, what: str = "", num_epochs: int = 4, **arguments: Any
-) -> None:
+def train(run_dir: Path | None, rank: int = -1, step: int = -1, what: str = "", **arguments: Any) -> None:
     """Trains; at `step` a bit flips on `rank` in the model's "weight" or in the "average"."""
 
     def then(t: Any) -> None:
@@ -39,9 +31,9 @@ def train(
             flip({"weight": t.model[2].weight, "average": t.average.module[0].weight}[what])
 
     tiny_run(
-        run_dir, num_epochs=num_epochs, micro_batch_size=1, data=build_classes(40), body=learn_classes, then=then,
+        run_dir, num_epochs=4, micro_batch_size=1, data=Pairs(40), then=then,
         optimizer=lambda params: torch.optim.AdamW(params, 1e-2),
-        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)),
         objects=lambda t: {"average": torch.optim.swa_utils.AveragedModel(t.model)}, **arguments,
     )  # fmt: skip
 
