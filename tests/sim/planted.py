@@ -243,7 +243,8 @@ PLANTED = (
     ),
     Planted(
         "a resumed run begins one step late", RESUME, "train/state/run_state.py",
-        'self.steps_done = position["step"]\n', 'self.steps_done = position["step"] + (position["step"] % 5 == 3)\n',
+        'data.plan.first_step, self._resumed["step"])',
+        'data.plan.first_step, self._resumed["step"] + (self._resumed["step"] % 5 == 3))',
     ),
     Planted(
         "a run continues from the copy with the oldest snapshot", RESUME, "snapshot/resume_point.py",
