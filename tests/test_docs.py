@@ -277,3 +277,9 @@ def test_source_files_that_pages_name_exist() -> None:
             assert any((root / name).exists() for root in (ROOT, ROOT / "src" / "samestep")), (
                 f"{page.name} names {name}"
             )
+
+
+def test_names_in_the_guide_for_contributors_exist() -> None:
+    source = "".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
+    names = re.findall(r"`(?:\w+\.)*([A-Z]\w+|[a-z]+_\w+)[`(]", (ROOT / "CONTRIBUTING.md").read_text())
+    assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []

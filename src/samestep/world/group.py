@@ -8,7 +8,7 @@ The death of rank 1 of 4, in the order of time:
 | ranks 0, 2, 3 | notice the failed collective themselves, or `LossWatch` breaks their connections | `complete` |
 | ranks 0, 2, 3 | close the old process group, wait for the generation, and open a new group | `_regroup` |
 | ranks 0, 2, 3 | compare how many collectives they have completed; who is behind repeats the last one | `is_settled` |
-| ranks 0, 2, 3 | divide the micro-batches anew; a new rank 0 takes the run directory over | `train/loops/healing.py` |
+| ranks 0, 2, 3 | divide the micro-batches anew; a new rank 0 takes the run directory over | `train/opening.py` |
 | the step | begins the pass again, if its exchange was the collective that failed | `Step.__iter__` |
 """
 
