@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="of CPU time; default: 1")
     parser.add_argument("--pinned", action="store_true", help="first run those of pinned.py")
     parser.add_argument("--scenario", help="run only this one, as printed for a failure")
-    parser.add_argument("--verbose", action="store_true", help="print each scenario, and the history of a failure")
+    parser.add_argument("--verbose", action="store_true", help="print each scenario, and what has happened in it")
     options = parser.parse_args()
     laboratory = Laboratory()
     if options.scenario:
@@ -57,8 +57,10 @@ def _run_one(laboratory: Laboratory, scenario: Scenario, options: argparse.Names
     except Exception as problem:
         print(f"FAILED {scenario}\n  {type(problem).__name__}: {str(problem)[:1500]}", flush=True)
         if options.verbose:
-            print("\n".join(laboratory.history))
             traceback.print_exc()
+    finally:
+        if options.verbose:
+            print("\n".join(laboratory.history))
     deadline_s = time.monotonic() + SHRINK_S
     shrunk = laboratory.shrink(scenario, lambda: time.monotonic() > deadline_s)
     print(f"  again: make sim ARGS=\"--scenario '{shrunk}'\"", flush=True)
