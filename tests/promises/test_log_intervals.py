@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 import samestep
 from samestep.train.loops.run_metrics import learning_rates
+from samestep.train.state.objects import Objects
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,6 @@ def test_rows_are_written_at_intervals(tmp_path: Path, log_every: int | str, ste
 def test_learning_rates_have_the_names_of_their_optimizers() -> None:
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     objects: dict[str, Any] = {"one": SGD([first], 0.5)}
-    assert learning_rates(objects) == {"train/learning_rate": 0.5}
+    assert learning_rates(Objects(objects)) == {"train/learning_rate": 0.5}
     objects["other"] = SGD([second], 0.25)
-    assert learning_rates(objects) == {"train/learning_rate/one": 0.5, "train/learning_rate/other": 0.25}
+    assert learning_rates(Objects(objects)) == {"train/learning_rate/one": 0.5, "train/learning_rate/other": 0.25}

@@ -221,7 +221,7 @@ def _leave_tests(variables: Mapping[str, str], kept: Sequence[int]) -> None:
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
-    warnings.showwarning = warnings._showwarning_orig  # type: ignore[attr-defined]
+    warnings.showwarning = _show_warning
     logging.getLogger().handlers.clear()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
     tempfile.tempdir = None
@@ -232,6 +232,10 @@ def _leave_tests(variables: Mapping[str, str], kept: Sequence[int]) -> None:
     random.seed()
     torch.default_generator.seed()
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", "1")))
+
+
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=sys.stderr)
 
 
 def _open_streams(is_unbuffered: bool) -> None:

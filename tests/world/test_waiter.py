@@ -70,7 +70,7 @@ def test_an_error_is_raised_by_the_wait_for_its_message(waiter: Waiter) -> None:
     "wait",
     [
         lambda group, message: group.wait_for([message]),
-        lambda group, message: group._broadcast_piece(torch.zeros(transport.LARGE_BYTES), source=1),
+        lambda group, message: group._broadcast_tensor(torch.zeros(transport.LARGE_BYTES), source=1),
     ],
     ids=["an exchange", "a large broadcast"],
 )
