@@ -23,7 +23,7 @@ WATCH_S = 0.05  # between two calls of `watch`
 
 
 class Gatherer(Protocol):
-    """What of `Group` that finds out which ranks share a host or a directory."""
+    """What `connect` needs of a `Group`, to find out which ranks share a host."""
 
     rank: int
     local_rank: int
