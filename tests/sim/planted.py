@@ -338,7 +338,7 @@ PLANTED = (
     Planted(
         "healing: a collective that counts is repeated", HEAL, "world/membership.py",
         "return position < max(positions)", "return False", focus="heal",
-        scenario="seed=198 script=mlp every=1 steps=10 | 5 heal kill@1715 kill@1756 | 2",
+        scenario="seed=84 script=passes every=3 steps=10 | 4 heal kill@1973 kill@2036 | 2",
     ),
     Planted(
         "healing: a collective that does not count is not repeated", HEAL, "world/membership.py",
@@ -349,7 +349,7 @@ PLANTED = (
         "healing: nobody confirms a collective", HEAL, "world/group.py",
         "            self._gather_number_now(1)\n            membership.complete()",
         "            membership.complete()",
-        focus="heal",
+        focus="heal", scenario="seed=46 script=mlp every=3 steps=10 | 5 heal kill@2449 | 2",
     ),
     Planted(
         "healing: a rank keeps the members of the group before", HEAL, "world/membership.py",
