@@ -23,7 +23,7 @@ LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of these, a run changes the handlers
 GRACE_S = 20.0
 PID = os.getpid()
-LONG = ("test_slurm.py", "test_docs.py")
+LONG = ("test_slurm.py", "test_docs.py", "test_simulation.py")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; tests and their children need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
