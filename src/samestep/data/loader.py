@@ -356,8 +356,7 @@ class Fetcher:
         Raises:
             Error: the data set or collate_fn raised an exception.
         """
-        samples: Any = []
-        unread = samples
+        samples: Any = None  # unless the data set reads them one by one, or has read them
         position = None
         try:
             if self._has_columns and get_worker_info() is None:  # workers collate into shared memory
@@ -370,6 +369,7 @@ class Fetcher:
                 seed_all(task.seed)
                 indices = task.indices.tolist()
                 if self._read_many is None:
+                    samples = []
                     for index in indices:
                         samples.append(self._dataset[index])
                 else:
@@ -380,8 +380,7 @@ class Fetcher:
         except Error:
             raise
         except Exception as error:
-            is_reading_all = samples is unread and (self._read_many or self._read_batch)
-            num_read = None if is_reading_all else len(samples)
+            num_read = None if samples is None else len(samples)
             raise Error(explain(error, task.indices.tolist(), num_read), code="SS301") from error
         return Loaded(batch, fingerprint(task.indices), task.place, position)
 
