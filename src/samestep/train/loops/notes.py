@@ -24,8 +24,8 @@ def drop_note(environment: Environment, event: str) -> None:
         Path(environment.error_dir, event).unlink(missing_ok=True)
 
 
-def notify_launcher(environment: Environment, event: str, text: str = "") -> None:
-    """Leave a note for samestep's launcher. An exit code can only express success and failure."""
+def notify_launcher(environment: Environment, event: str, text: str) -> None:
+    """Leave a note for samestep's launcher."""
     if environment.error_dir is not None:
         path = Path(environment.error_dir, event)
         with suppress(OSError):  # the disk is full: the launcher then assumes the default
