@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from samestep.train.loops.notes import notify_launcher
-from samestep.world.environment import OUTCOME, read_environment
+from samestep.world.environment import OUTCOME, Outcome, read_environment
 
 
 def test_a_note_that_all_ranks_leave_at_the_same_time_is_there(tmp_path: Path) -> None:
@@ -14,7 +14,8 @@ def test_a_note_that_all_ranks_leave_at_the_same_time_is_there(tmp_path: Path) -
     directory = tmp_path / "notes"
     environment = replace(read_environment(), error_dir=str(directory))
     for number in range(200):
-        threads = [threading.Thread(target=notify_launcher, args=(environment, OUTCOME)) for _ in range(4)]
+        note = environment, OUTCOME, Outcome.FINISHED.value
+        threads = [threading.Thread(target=notify_launcher, args=note) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
