@@ -34,8 +34,13 @@ CONSTANTS = {
     ("copies", "at_once"): {"snapshot.async_copy.LARGE_BYTES": 1 << 18},
     ("copies", "background"): {"snapshot.async_copy.LARGE_BYTES": 16},
 }
-# With steps of a minute: nearly all points would be looks of threads that find nothing.
-RARE_LOOKS = {"snapshot.snapshotter._POLL_S": 2.0, "launch.local_ranks.POLL_S": 2.0}
+# With steps of a minute: nearly all points would be looks and heartbeats of threads that find nothing.
+RARE_LOOKS = {
+    "snapshot.snapshotter._POLL_S": 7.0,
+    "launch.local_ranks.POLL_S": 7.0,
+    "watch.stall_diagnosis.INTERVAL_S": 7.0,
+    "watch.stall_diagnosis.FLOOR_S": 30.0,
+}
 
 
 class Violation(Exception):
