@@ -18,9 +18,8 @@ from common import build_parser, print_json
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.engine import routes
-from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
-from samestep.engine.exchange_memory import ExchangeMemory
-from samestep.engine.reduction_plan import build_reduction_plan
+from samestep.engine.exchange import Exchange, ReductionPlan
+from samestep.engine.sharded_sum import ChunkExchange, ChunkSum
 from samestep.plan.tree import build_layout
 from samestep.world.group import Group
 
@@ -196,9 +195,8 @@ def count_step(world_size: int, num_params: int, num_tensors: int, num_micro_bat
     params = [(str(i), NEW(size)) for i, size in enumerate(sizes)]
     group = Group(0, world_size, torch.device("cpu"))
     group.is_on_one_host = False
-    plan = build_reduction_plan(params, group)
-    memory = ExchangeMemory(plan, build_layout(num_micro_batches, world_size), group, 0, 0)
-    *gradients, control = map(count_route, memory.routes)
+    exchange = Exchange(ReductionPlan(params, group), build_layout(num_micro_batches, world_size), group, 0, 0)
+    *gradients, control = map(count_route, exchange.routes)
     num_bytes = 4 * sum(sizes)
     num_buckets = ceil(num_bytes / DDP_BUCKET_BYTES)
     ring = count_ring(world_size, num_bytes / num_buckets)

@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from samestep.engine import buckets
+from samestep.engine import exchange
 
 SAMESTEP, DDP = "samestep", "DDP by hand"
 TARGET = 1.02  # of the ratio of their times
 NUM_SEQUENCES = 256
-BUCKET_BYTES = buckets.LEAST_BYTES, buckets.MAX_BYTES
+BUCKET_BYTES = exchange.LEAST_BUCKET_BYTES, exchange.MAX_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run_samestep(shape: Shape, num_micro_batches: int, bucket_bytes: tuple[int, 
     )
     model = Transformer(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    with mock.patch.multiple(buckets, LEAST_BYTES=bucket_bytes[0], MAX_BYTES=bucket_bytes[1]):
+    with mock.patch.multiple(exchange, LEAST_BUCKET_BYTES=bucket_bytes[0], MAX_BUCKET_BYTES=bucket_bytes[1]):
         run.prepare(model=model, optimizer=optimizer)
     for step in run.steps(Sequences(shape), 10**9):
         for rows in step:

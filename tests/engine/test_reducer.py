@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.engine import buckets, routes
-from samestep.engine.buckets import ALIGN_BYTES, Bucket, build_buckets, choose_cap_bytes
+from samestep.engine import exchange, routes
 from samestep.engine.control import Vote
-from samestep.engine.exchange_memory import ExchangeMemory
+from samestep.engine.exchange import Bucket, Exchange, build_buckets, choose_cap_bytes
 from samestep.engine.ownership import Ownership
 from samestep.engine.passes import Gradients, PassAttempt
 from samestep.engine.precision import MixedPrecision
+from samestep.engine.routes import ALIGN_BYTES
 from samestep.plan.tree import split
 from samestep.torch_internals import break_gloo_connections, list_gloo_sockets
 from samestep.world.environment import read_environment
@@ -61,7 +61,7 @@ class Ranks:
     """Passes over parameters on this rank."""
 
     def __init__(self, *, cap_bytes: int = 200, is_divided: bool = False) -> None:
-        buckets.MAX_BYTES = cap_bytes
+        exchange.MAX_BUCKET_BYTES = cap_bytes
         self.params = build_params()
         self.group = group = open_group(read_environment(), torch.device("cpu"))
         self.gradients = Gradients(
@@ -153,17 +153,17 @@ def test_a_pass_takes_no_memory_that_the_one_before_has_not() -> None:
 
 def count_memories() -> list[int]:
     """Return how many memories there are when each one is allocated."""
-    alive = WeakSet[ExchangeMemory]()
+    alive = WeakSet[Exchange]()
     counts = []
-    ranks, allocate = Ranks(), ExchangeMemory.__init__
+    ranks, allocate = Ranks(), Exchange.__init__
 
-    def note_and_allocate(memory: ExchangeMemory, *of: Any) -> None:
+    def note_and_allocate(memory: Exchange, *of: Any) -> None:
         counts.append(len(alive))
         allocate(memory, *of)
         alive.add(memory)
 
     gc.disable()
-    with patch.object(ExchangeMemory, "__init__", note_and_allocate):
+    with patch.object(Exchange, "__init__", note_and_allocate):
         for n in (4, 4, 3, 4):  # the last step of an epoch is shorter
             ranks.run(n)
     return counts
@@ -219,7 +219,7 @@ def test_a_pass_that_has_failed_keeps_no_connection_open() -> None:
 
 
 def fill(params: list[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    return build_buckets(params, [param.dtype for param in params], [None] * len(params), cap_bytes)
+    return build_buckets(params, [None] * len(params), None, cap_bytes)
 
 
 @pytest.mark.parametrize("cap_bytes", [1, 200, 1 << 20])
@@ -236,7 +236,7 @@ def test_buckets(cap_bytes: int) -> None:
         assert all(offset * size % ALIGN_BYTES == 0 for offset in bucket.offsets)
         assert len(bucket.indices) == 1 or sum(param.numel() for param in bucket.params) * size <= cap_bytes
         flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
-        for param, view in zip(bucket.params, bucket.views(flat), strict=True):
+        for param, view in zip(bucket.params, bucket.view(flat), strict=True):
             assert (view.shape, view.stride()) == (param.shape, param.stride())
             view.add_(1)
         assert flat.max() == 1, "no two overlap"

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import get_worker_info
 
 import samestep
-from samestep.engine import buckets
+from samestep.engine import exchange
 from samestep.snapshot.store import Store
 from samestep.train.guards.watchdog import Watchdog
 
@@ -162,7 +162,7 @@ def train(
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     faults = Faults([fault] if isinstance(fault, str) else fault, directory, rank)
     faults.watch_samestep()
-    buckets.MAX_BYTES = 512  # so that some gradients are sent while others are still computed
+    exchange.MAX_BUCKET_BYTES = 512  # so that some gradients are sent while others are still computed
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu")  # type: ignore[arg-type]
     model = build_model()

@@ -51,7 +51,7 @@ PLANTED = (
         "    for dst, src in layout.additions:\n", "    for dst, src in layout.additions[::-1]:\n",
     ),
     Planted(
-        "a rank adds its parts in another order", SAME_BITS, "engine/folding.py",
+        "a rank adds its parts in another order", SAME_BITS, "engine/leaf.py",
         "            grads = add_grads(self._sums.pop(), grads)\n        self._sums.append(grads)",
         "            grads = add_grads(self._sums.pop(0), grads)\n        self._sums.append(grads)",
     ),
@@ -104,11 +104,11 @@ PLANTED = (
     ),
     # --- gradients, losses and buffers
     Planted(
-        "the mean of the losses is not weighted", SAME_BITS, "engine/reports.py",
+        "the mean of the losses is not weighted", SAME_BITS, "engine/control.py",
         "math.fsum(weighted) / total", "math.fsum(weighted) / len(weighted)",
     ),
     Planted(
-        "the total weight is that of one rank", SAME_BITS, "engine/reports.py",
+        "the total weight is that of one rank", SAME_BITS, "engine/control.py",
         "in enumerate(reports):", "in enumerate(reports[: len(layout.ranges[0])]):",
     ),
     Planted(

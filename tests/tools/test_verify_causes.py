@@ -201,7 +201,7 @@ MODES = "none,optimizer,fsdp2"
 NORM = "norm = sum(float(g.square().sum()) for g in grads) ** 0.5; [g.mul_(0.1 / norm) for g in grads]"
 GRADS = "grads = [getattr(p.grad, '_local_tensor', p.grad) for p in model.parameters() if p.grad is not None]; "
 SGD = "torch.optim.AdamW(model.parameters(), 0.02) -> torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)"
-AVERAGE = "import samestep.engine.chunk_sums as p; p.ChunkSum.total = property(lambda self: self.sums[0] / 3)"
+AVERAGE = "import samestep.engine.sharded_sum as p; p.ChunkSum.total = property(lambda self: self.sums[0] / 3)"
 MINUS_ZERO = "h = (self.idle * 0.0).sum(); h.register_hook(lambda g: -torch.ones_like(g)); x = x + h"
 ZEROS = (
     "import samestep.engine.sharded_unit as t; real = t.ShardedUnit.split; "

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engine.control import BUFFER_BYTES, Control, Vote
-from samestep.engine.exchange import Exchanges
-from samestep.engine.folding import Grads, PartialSums
-from samestep.engine.reduction_plan import build_reduction_plan
+from samestep.engine.exchange import ReductionPlan
+from samestep.engine.leaf import Grads, PartialSums
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout
 from samestep.torch_internals import get_buffers, get_non_persistent, read_version
@@ -177,11 +176,8 @@ class Buffers:
         """Exchange these buffers: those that have changed in any pass, on any rank."""
         self._active = active
         buffers = [self._buffers[k] for k in active]
-        plan = build_reduction_plan(
-            [(buffer.path, torch.empty_like(buffer.tensor, dtype=_widen(buffer.tensor))) for buffer in buffers],
-            self._group,
-        )
-        self._exchanges = Exchanges(plan, self._group)
+        widened = [(buffer.path, torch.empty_like(buffer.tensor, dtype=_widen(buffer.tensor))) for buffer in buffers]
+        self._plan = ReductionPlan(widened, self._group)
 
     def begin(self, layout: Layout) -> None:
         """Begin a pass: each of its micro-batches starts from the present values."""
@@ -256,7 +252,7 @@ class Buffers:
         if self._layout.world_size == 1:
             sums = partial_sums.complete(last)
         else:
-            exchange = self._exchanges.begin(partial_sums)
+            exchange = self._plan.begin_exchange(partial_sums)
             for i, value in enumerate(last):
                 exchange.pack(i, value)
             _, sums = exchange.finish(Control(Vote()))
@@ -271,7 +267,7 @@ class Buffers:
 
     def forget_memory(self) -> None:
         """Release the memory for exchanges, and the messages in it that have not arrived."""
-        self._exchanges.forget()
+        self._plan.forget_exchange()
 
 
 def _refuse_places(path: str) -> NoReturn:

@@ -1,10 +1,22 @@
-"""Which rank updates each parameter, if the optimizers' state is divided among the ranks."""
+"""Which rank updates each parameter, if the optimizers' state is divided among the ranks, and who sends it to whom.
 
-from collections.abc import Iterable, Sequence
+On the CPU, updated parameters pass along a ring of the ranks (an all-gather without padding: the ranks own different
+numbers of bytes). All ranks send at the same time, and each link between hosts carries each tensor once. A broadcast
+per owner took twice to three times as long there; see docs/dev/divided_optimizers.md.
+"""
 
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
+from samestep.engine.routes import pass_along_ring
 from samestep.plan.owners import choose_owners
+from samestep.world.chunks import split_chunks
+from samestep.world.group import Group
+
+CHUNK_BYTES = 4 << 20  # on 4 ranks, 1 and 16 MiB took longer
 
 
 class Ownership:
@@ -45,3 +57,56 @@ class Ownership:
     def counts(self, param: Tensor) -> bool:
         """Return whether this rank contributes a parameter to a sum over ranks. All ranks hold one without owner."""
         return (self.find(param) or 0) == self._rank
+
+
+@torch.no_grad()
+def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
+    """Overwrite tensors on every rank with those of their owners. On all ranks.
+
+    Args:
+        owned: per rank, the tensors that it owns.
+    """
+    if group.world_size == 1:
+        return
+    if any(tensor.device.type != "cpu" for tensors in owned for tensor in tensors):
+        for owner, tensors in enumerate(owned):
+            group.broadcast_tensors(tensors, owner)
+        return
+    chunks = [[*split_chunks(tensors, CHUNK_BYTES)] for tensors in owned]
+    for number in range(max(map(len, chunks))):
+        _pass_on([of_rank[number] if number < len(of_rank) else [] for of_rank in chunks], group.rank)
+
+
+def _pass_on(chunks: Sequence[Sequence[Tensor]], rank: int) -> None:
+    """Send a chunk of each rank along the ring."""
+    data = [_pack(chunk, is_filled=owner == rank) for owner, chunk in enumerate(chunks)]
+    for owner in pass_along_ring(data, rank):
+        _unpack(data[owner], chunks[owner])
+
+
+def _pack(chunk: Sequence[Tensor], *, is_filled: bool) -> Tensor:
+    """Return the bytes of tensors, or memory for them. Of one tensor, it is the tensor's own memory."""
+    if len(chunk) == 1 and chunk[0].is_contiguous():
+        return chunk[0].detach().view(-1).view(torch.uint8)
+    data = torch.empty(sum(each.nbytes for each in chunk), dtype=torch.uint8)
+    for tensor, view in _list_views(data, chunk) if is_filled else ():
+        view.copy_(tensor)
+    return data
+
+
+def _unpack(data: Tensor, chunk: Sequence[Tensor]) -> None:
+    """Copy received bytes to the tensors."""
+    if len(chunk) == 1 and chunk[0].is_contiguous():
+        increment_version(chunk[0])
+        return
+    for tensor, view in _list_views(data, chunk):
+        tensor.copy_(view)
+
+
+def _list_views(data: Tensor, chunk: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tensors, the widest dtypes first so that all are aligned, each with its slice of `data`."""
+    start = 0
+    for tensor in sorted(chunk, key=lambda each: -each.element_size()):
+        view = data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += tensor.nbytes
+        yield tensor, view

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engine.buffers import Buffers
-from samestep.engine.control import Control, MicroBatchReport, Vote
-from samestep.engine.exchange import Exchanges
-from samestep.engine.folding import Grads, PartialSums, average
-from samestep.engine.leaf import ParameterGuard, drop_grads
+from samestep.engine.control import (
+    Control,
+    Means,
+    MicroBatchReport,
+    PassReports,
+    Vote,
+    average_losses,
+    find_logged,
+)
+from samestep.engine.exchange import ReductionPlan
+from samestep.engine.leaf import Grads, ParameterGuard, PartialSums, average, drop_grads
 from samestep.engine.ownership import Ownership
 from samestep.engine.precision import MixedPrecision
-from samestep.engine.reduction_plan import build_reduction_plan
-from samestep.engine.reports import Means, PassReports, average_losses, find_logged
 from samestep.engine.sharded_sum import ShardedSum
 from samestep.engine.sharded_unit import ShardedModels
 from samestep.engine.tree_sum import TreeSum
@@ -50,7 +55,6 @@ class Gradients:
         logged_names: for which reports have values; the same on all ranks.
         plan: the parameters, and how their gradients are summed.
         guard: of the parameters.
-        exchanges: of the gradients.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class Gradients:
         self.set_parameters((), ())
 
     def set_parameters(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of these parameters from now on. Arguments as for `build_reduction_plan`."""
-        self.plan = plan = build_reduction_plan(
+        """Average the gradients of these parameters from now on. Arguments as for `ReductionPlan`."""
+        self.plan = plan = ReductionPlan(
             trained,
             self.group,
             untrained=untrained,
@@ -86,7 +90,6 @@ class Gradients:
             exchange_dtype=self._exchange_dtype,
         )
         self.guard = ParameterGuard(plan.names, plan.params)
-        self.exchanges = Exchanges(plan, self.group)
 
     def free_gathered(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered, if parameters are sharded."""
@@ -183,7 +186,7 @@ class PassAttempt:
         exchange = None
         if layout.world_size > 1:
             num_names = len(gradients.logged_names)
-            exchange = gradients.exchanges.begin(partial_sums, gradients.buffers.num_buffers, num_names)
+            exchange = plan.begin_exchange(partial_sums, gradients.buffers.num_buffers, num_names)
         self._sum: TreeSum | ShardedSum
         if plan.models is None or exchange is None:
             self._sum = TreeSum(plan, partial_sums, exchange, gradients.guard)
@@ -194,7 +197,7 @@ class PassAttempt:
     def release(self) -> None:
         """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
         del self._sum
-        self._gradients.exchanges.forget()
+        self._gradients.plan.forget_exchange()
         self._gradients.buffers.forget_memory()
 
     def backward(self, v: int, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:

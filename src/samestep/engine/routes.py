@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.engine.buckets import pad_to_chunks
 from samestep.plan.tree import Layout
 from samestep.world.local_sockets import LocalSockets
 from samestep.world.transport import plan_gather
@@ -26,6 +25,8 @@ Messages = Iterator[Sequence[Transfer]]
 GATHER_MAX_BYTES = 4 << 20
 # Of one rank's row. Above it, gloo is faster, because its thread copies while this one continues.
 NEIGHBORS_MAX_BYTES = 1 << 20
+# Of each gradient in a bucket, and of each chunk: with less, kernels may use other code paths and give other bits.
+ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,9 @@ class Chunks(Route):
 
     def __init__(self, space: Space) -> None:
         num_parts, world_size = space.layout.max_parts, space.layout.world_size
-        padded = pad_to_chunks(space.num_elements, world_size)
-        self._whole = space.new(num_parts, padded)
-        self._chunks = space.new(world_size, num_parts, padded // world_size)  # every rank's parts of this rank's chunk
+        size = -(-space.num_elements // (world_size * ALIGN_BYTES)) * ALIGN_BYTES
+        self._whole = space.new(num_parts, world_size * size)
+        self._chunks = space.new(world_size, num_parts, size)  # every rank's parts of this rank's chunk
         parts = [row[: space.num_elements] for row in self._whole]
         super().__init__(space, parts, parts[0])
 

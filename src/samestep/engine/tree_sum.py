@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from samestep.engine.control import Control
-from samestep.engine.exchange import Exchange
-from samestep.engine.folding import Grads, PartialSums, list_present
+from samestep.engine.exchange import Exchange, ReductionPlan
 from samestep.engine.leaf import (
     NONE,
+    Grads,
     ParameterGuard,
+    PartialSums,
     drop_grads,
+    list_present,
     read_grad,
     refuse_other_backward,
     run_backward_alone,
 )
-from samestep.engine.reduction_plan import ReductionPlan
 from samestep.errors import UsageError
 from samestep.torch_internals import get_storage, list_storages, read_version
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from samestep.engine.owned_tensors import send_owned
-from samestep.engine.ownership import Ownership
+from samestep.engine.ownership import Ownership, send_owned
 from samestep.errors import InvalidValue, UsageError
 from samestep.snapshot.async_copy import locate
 from samestep.snapshot.serialization import SavedState, digest

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.engine.control import NOT_CALLED, MicroBatchReport
-from samestep.engine.reports import Means, Value, describe_value
+from samestep.engine.control import NOT_CALLED, Means, MicroBatchReport, Value, describe_value
 from samestep.errors import InvalidType
 
 

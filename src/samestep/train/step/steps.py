@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map_only
 from samestep.data.content import hash_content
 from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
-from samestep.engine.control import MicroBatchReport, Vote
+from samestep.engine.control import MicroBatchReport, Value, Vote
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
-from samestep.engine.reports import Value
 from samestep.errors import Error, NotHealed, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.sizes import Span

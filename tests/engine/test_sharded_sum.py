@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import samestep
-from samestep.engine import chunk_sums
-from samestep.engine.chunk_sums import ChunkExchange, ChunkSum
+from samestep.engine import sharded_sum
 from samestep.engine.routes import Counts, PendingOp, start_all_to_all, wait_all
+from samestep.engine.sharded_sum import ChunkExchange, ChunkSum
 from samestep.plan.tree import cover, split
 
 
@@ -75,7 +75,7 @@ def sum_in_blocks(block_size: int, sizes: list[int]) -> dict[int, int]:
         num_sent[n] += sum(count for count, outside in zip(sent, is_outside, strict=True) if outside)
         return start_all_to_all(rows, chunks, process_group, counts)
 
-    chunk_sums.start_all_to_all = start  # type: ignore[assignment]
+    sharded_sum.start_all_to_all = start  # type: ignore[assignment]
     for n in sizes:
         num_sent[n] = 0
         exchange = ChunkExchange(n, rank, world_size, block_size)

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.engine import owned_tensors
-from samestep.engine.owned_tensors import send_owned
+from samestep.engine import ownership
+from samestep.engine.ownership import send_owned
 from samestep.world.group import Group
 
 
@@ -34,7 +34,7 @@ def build(owner: int) -> list[torch.Tensor]:
 def send_all(chunk_bytes: int) -> None:
     dist.init_process_group("gloo")
     group = Group(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    owned_tensors.CHUNK_BYTES = chunk_bytes
+    ownership.CHUNK_BYTES = chunk_bytes
     owned = [
         [each.detach() if owner == group.rank else torch.zeros_like(each) for each in build(owner)]
         for owner in range(group.world_size)
