@@ -47,7 +47,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
         "check that a script gives the same run on any ranks, after kills",
         "tools.verify.command",
     ),
-    "scale": ("SCRIPT ...", "measure how a script scales with the number of ranks", "tools.scale.run_scale"),
+    "scale": ("SCRIPT ...", "measure how a script scales with the number of ranks", "tools.scale"),
     "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.doctor.run_doctor"),
     "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors", "tools.export"),
 }

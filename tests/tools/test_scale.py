@@ -10,9 +10,7 @@ from support.runs import check, read_facts, samestep_command
 
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.tools.scale.fit import fit_steps
-from samestep.tools.scale.measurement import Size
-from samestep.tools.scale.run_scale import build_rows
+from samestep.tools.scale import Size, build_rows, fit_steps
 
 SCRIPT = """
 import samestep

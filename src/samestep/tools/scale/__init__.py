@@ -1,1 +1,0 @@
-"""`samestep scale`: how a script scales with the number of ranks."""
