@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import build_parser, judge, print_json, print_machine, print_table
 
-from samestep.tools.report.run_report import run_report
+from samestep.tools.report import run_report
 
 MAX_OPEN_S = 2.0
 CLOCK = "<script>document.title = performance.now()</script></body>"  # at the end: everything is parsed and drawn

@@ -21,7 +21,7 @@ OPENS_FILES = {
     "sources/": "the data set is trusted, and may be links",
     "data/source.py": "the data set is trusted, and may be links",
     "adapters/": "what the adapted library writes",
-    "tools/report/page.py": "files of this package",
+    "tools/report.py": "files of this package",
     "world/environment.py": "the null device",
     "launch/forkserver.py": "the null device",
     "world/workdir.py": "read_private: relative to a directory that it has checked",

@@ -25,6 +25,7 @@ PARTS = {
     "copies on other nodes": ["snapshot.copies"],
     "runs at URLs": ["snapshot.mirror"],
     "TF_CONFIG": ["launch.tf_config"],
+    "doctor": ["tools.doctor", "tools.doctor_checks", "tools.examination"],
     "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],
     "recipe digits": ["recipes.digits", "recipes.models.cnn"],
     "recipe images": ["recipes.images", "recipes.models.resnet"],

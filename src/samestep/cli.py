@@ -38,7 +38,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     "slurm": ("SCRIPT ...", "print a batch script for Slurm: samestep slurm ... | sbatch", "tools.batch_script"),
     "inspect": ("RUN", "show a run directory: settings, snapshots, restarts, samples, digest", "tools.inspect"),
     "runs": ("[DIR]", "list the runs in a directory", "tools.inspect"),
-    "report": ("RUN ...", "write an HTML page about runs: metrics, time, restarts", "tools.report.run_report"),
+    "report": ("RUN ...", "write an HTML page about runs: metrics, time, restarts", "tools.report"),
     "watch": ("RUN", "show the live state of every rank of a running job", "tools.live_view"),
     "replay": ("RUN SCRIPT", "compute a step of a run again, and compare its bits", "tools.replay.run_replay"),
     "diff": ("RUN RUN", "show the first step in which two runs differ, and what differs", "tools.inspect"),
@@ -48,7 +48,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
         "tools.verify.command",
     ),
     "scale": ("SCRIPT ...", "measure how a script scales with the number of ranks", "tools.scale"),
-    "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.doctor.run_doctor"),
+    "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.doctor"),
     "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors", "tools.export"),
 }
 

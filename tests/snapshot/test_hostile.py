@@ -34,7 +34,7 @@ from samestep.snapshot.run_record import StartOptions
 from samestep.snapshot.store import SavedRun, Store
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch
-from samestep.tools.report.run_report import run_report
+from samestep.tools.report import run_report
 
 POSITION: dict[str, Any] = {"step": 3, "epoch": 1, "precision": {}}
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": POSITION, "state": {}}

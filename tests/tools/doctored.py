@@ -11,9 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.tools.doctor.cluster_checks import CHECKS, look_at_versions
-from samestep.tools.doctor.collectives import look_at_collectives
-from samestep.tools.doctor.examination import Context, examine
+from samestep.tools.doctor_checks import CHECKS, look_at_collectives, look_at_versions
+from samestep.tools.examination import Context, examine
 from samestep.world.environment import read_environment, read_host
 
 

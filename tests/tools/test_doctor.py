@@ -11,16 +11,16 @@ from support.ports import reserve_port
 from support.runs import check, read_facts, run_command, samestep_command
 
 from samestep.cli import main
-from samestep.tools.doctor.cluster_checks import (
+from samestep.tools.doctor_checks import (
     CHECKS,
+    judge_collectives,
     judge_connections,
+    judge_links,
     judge_run_dir,
     judge_versions,
     try_connection,
 )
-from samestep.tools.doctor.collectives import judge_collectives, judge_links
-from samestep.tools.doctor.examination import DoctorCheck, describe_error, judge_answers
-from samestep.tools.doctor.findings import Finding, Participants
+from samestep.tools.examination import DoctorCheck, Finding, Participants, describe_error, judge_answers
 
 DOCTORED = Path(__file__).with_name("doctored.py")
 ALONE = Participants(("a",), (0,))
@@ -180,7 +180,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, port: int) -> None:
         (1, "rank 1 cannot reach the rendezvous store"),
     ):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        script = "import sys; from samestep.tools.doctor import examination as e; e.JOIN_S = 1.0; "
+        script = "import sys; from samestep.tools import examination as e; e.JOIN_S = 1.0; "
         script += "from samestep.cli import main; sys.exit(main(['doctor']))"
         done = check(run_command(sys.executable, "-c", script, cwd=tmp_path, env=variables), 2)
         assert words in done.stderr

@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from support.tiny import Pairs, tiny_run
 
 from samestep.errors import Error
-from samestep.tools.report.page import COLOURS, decimate
-from samestep.tools.report.run_data import read_run_data
-from samestep.tools.report.run_report import run_report
+from samestep.tools.report import COLOURS, decimate, read_run_data, run_report
 from samestep.world.environment import read_host
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>"

@@ -1,4 +1,4 @@
-"""`samestep doctor`: starts the ranks, or runs as one of them."""
+"""`samestep doctor`: starts the ranks, or runs as one of them. Does not import torch to start them."""
 
 from typing import Any
 
@@ -45,8 +45,8 @@ def run_doctor(**parameters: Any) -> int:
         if starting:
             given = to_flags(starting)[0]
             raise Error(f"{given} was given, but a launcher has started the ranks already: leave it out", code="SS104")
-        from samestep.tools.doctor.cluster_checks import CHECKS
-        from samestep.tools.doctor.examination import examine
+        from samestep.tools.doctor_checks import CHECKS
+        from samestep.tools.examination import examine
 
         return examine(environment, CHECKS, **own)
     device = {"device": own["device"]} if "device" in own else {}

@@ -1,4 +1,4 @@
-"""Runs all checks on every rank. Rank 0 collects the facts, derives findings and prints the report.
+"""The examination of `samestep doctor`: all checks on every rank. Rank 0 derives findings and prints the report.
 
 A check is a `look` on each rank, which collects facts as plain JSON, and a pure `judge` on rank 0. The ranks report
 through the store of the rendezvous: so a rank that is missing or hangs is named, too.
@@ -10,24 +10,80 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from samestep.command_line import print_json
 from samestep.console import describe_ranks, print_result, show_activity
 from samestep.errors import Error
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding, Participants
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import StoreExchange
 
+PASS = "pass"
+WARN = "warn"
+FAIL = "FAIL"
 JOIN_S = 60.0  # for the other ranks to join
 GRACE_S = 5.0  # for the other ranks to finish a check after rank 0
 PARTING_S = 2.0
 END_S = 600.0  # for rank 0 to finish
+MAX_NAMED = 6
 MAX_REASON = 300
 INDENT = 22
 COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 STORE_ADVICE = "see the output of the other ranks; the port of the endpoint must be open to all hosts"
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The ranks that take part in the examination.
+
+    Attributes:
+        hosts: the name of each rank's host.
+        nodes: the node number of each rank; a node has one kernel and one network stack.
+    """
+
+    hosts: Sequence[str]
+    nodes: Sequence[int]
+
+    @cached_property
+    def leaders(self) -> list[int]:
+        """The first rank of each node, by node."""
+        return [list(self.nodes).index(node) for node in range(max(self.nodes) + 1)]
+
+    def name_node(self, node: int) -> str:
+        """Return the name of its host, with the node number if several hosts have that name."""
+        names = [self.hosts[leader] for leader in self.leaders]
+        return names[node] if names.count(names[node]) == 1 else f"{names[node]} (node {node})"
+
+    def name_nodes(self, nodes: Iterable[int]) -> str:
+        """Return the names of several nodes, at most MAX_NAMED."""
+        names = [self.name_node(node) for node in sorted({*nodes})]
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        return ", ".join(names[:MAX_NAMED]) + more
+
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        """Return ranks and their hosts, such as "ranks 2 and 3 on h2"."""
+        return f"{describe_ranks(ranks)} on {self.name_nodes(self.nodes[rank] for rank in ranks)}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report.
+
+    Attributes:
+        check: the name of the line.
+        status: PASS; WARN, a problem with which training can run; or FAIL, one that prevents it.
+        found: the result, as text.
+        advice: what to do, or "".
+        measured: the measurements, as plain JSON.
+    """
+
+    check: str
+    status: str
+    found: str
+    advice: str = ""
+    measured: Any = None
 
 
 @dataclass

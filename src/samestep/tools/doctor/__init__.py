@@ -1,1 +1,0 @@
-"""`samestep doctor`: checks and measures a machine or a cluster before training."""

@@ -1,0 +1,291 @@
+"""The checks of `samestep doctor`.
+
+Whether versions agree, whether all nodes share the directory for runs and reach each other, whether the results of
+collectives are right, and which link between two nodes is slow.
+"""
+
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from statistics import median_high
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.config import is_url
+from samestep.snapshot.shared_directory import find_writers
+from samestep.tools.examination import FAIL, PASS, WARN, Context, DoctorCheck, Finding, Participants
+from samestep.torch_internals import set_timeout
+from samestep.units import format_bytes
+from samestep.version import __version__
+from samestep.world.environment import read_master
+from samestep.world.group import Group
+from samestep.world.group_opening import choose_device, open_group
+from samestep.world.process_group import close_group
+
+DEFAULT_RUN_DIR = "runs"
+CONNECT_S = 3.0
+EXCHANGE_S = 10.0
+TIMEOUT_S = 10.0  # of a collective
+EXACT_SIZES = (1, 1000, 65537)  # elements per rank
+NUM_SENT = 1 << 20  # numbers in a message
+SLOW_LINK = 0.5  # fraction of the median
+GROUP_ADVICE = (
+    "check that all ranks run and reach each other on all ports; with several interfaces, name one "
+    "(GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0); NCCL_DEBUG=INFO shows what NCCL does"
+)
+
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+def look_at_versions(context: Context) -> dict[str, str]:
+    """Return name -> version; "" if it is not installed."""
+    has_gpu = torch.cuda.is_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else ""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "",
+        "NCCL": nccl,
+        "samestep": __version__,
+    }
+
+
+def judge_versions(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> list[Finding]:
+    """Report the ranks that differ from the first one."""
+    versions = facts[min(facts)]
+    problems = []
+    for name, usual in versions.items():
+        for other in sorted({theirs[name] for theirs in facts.values()} - {usual}):
+            where = participants.name_ranks([rank for rank, theirs in facts.items() if theirs[name] == other])
+            found = f"{name} is {other or 'missing'} on {where}, and {usual or 'missing'} on rank {min(facts)}"
+            problems.append(Finding("versions", FAIL, found, f"install the same {name} on all"))
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return problems or [Finding("versions", PASS, shown, measured=versions)]
+
+
+# --- the directory for runs ---------------------------------------------------------------------------------------
+
+
+def look_at_run_dir(context: Context) -> dict[str, Any] | None:
+    """On the first rank of each node: check the directory as the node sees it. Leaves no files."""
+    rank = context.environment.rank
+    if is_url(context.run_dir):
+        return None
+    wanted = Path(context.run_dir or DEFAULT_RUN_DIR)
+    _, writers = find_writers(context.exchange, wanted)  # as a run does it
+    if not context.is_leader:
+        return None
+    problem = ""
+    try:
+        path = wanted.absolute()
+        existing = next(each for each in (path, *path.parents) if each.exists())  # a run creates the others
+        with TemporaryFile(dir=existing, buffering=0) as file:
+            file.write(b"x")
+    except OSError as error:
+        problem = error.strerror or str(error)
+    return {"wanted": str(wanted), "problem": problem, "writer": writers.get(rank, 0)}
+
+
+def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+    """Report nodes that cannot write it, or do not share it."""
+    if not facts:
+        return [Finding("run_dir", PASS, "a URL, which a run checks when it begins")]
+    wanted = next(iter(facts.values()))["wanted"]
+    problems = []
+    for rank, fact in facts.items():
+        if fact["problem"]:
+            found = f"{wanted} cannot be written on {participants.hosts[rank]} ({fact['problem']})"
+            problems.append(Finding("run_dir", FAIL, found, "name another with --run-dir, and make it writable"))
+    apart = [participants.nodes[rank] for rank, fact in facts.items() if not fact["problem"] and fact["writer"]]
+    if apart:
+        where = f"{participants.name_nodes(apart)} differs from that on {participants.name_node(0)}"
+        found = f"{wanted} on {where}: a run keeps a copy on each such host"
+        advice = "use a file system that all nodes share, if there is one, and give the full path"
+        problems.append(Finding("run_dir", WARN, found, advice))
+    where = ", and is one for all hosts" if len(facts) > 1 else ""
+    return problems or [Finding("run_dir", PASS, f"{wanted} can be written{where}")]
+
+
+# --- connections between nodes ------------------------------------------------------------------------------------
+
+
+def look_at_connections(context: Context) -> dict[str, str] | None:
+    """On the first rank of each node: try to connect to every other node. Returns node -> why it cannot be reached."""
+    leaders = context.participants.leaders
+    if len(leaders) == 1 or not context.is_leader:
+        return None
+    with socket.create_server(("", 0)) as server:
+        mine = [find_address(read_master()[0]), server.getsockname()[1]]
+        theirs = context.exchange.exchange("connections", mine, EXCHANGE_S, leaders)
+        others = [node for node, leader in enumerate(leaders) if leader in theirs and theirs[leader] != mine]
+        with ThreadPoolExecutor(8) as pool:
+            problems = [*pool.map(lambda node: try_connection(*theirs[leaders[node]]), others)]
+        context.exchange.exchange("connected", True, EXCHANGE_S, leaders)  # the servers can close
+    return {str(node): problem for node, problem in zip(others, problems, strict=True) if problem}
+
+
+def find_address(host: str) -> str:
+    """Return the address of this node on the route to a host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def try_connection(address: str, port: int) -> str:
+    """Return why an address cannot be reached; "" if it can."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return f"{address}: {error.strerror or error}"
+    return ""
+
+
+def judge_connections(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> list[Finding]:
+    """Report the pairs of nodes of which one does not reach the other."""
+    name = participants.name_node
+    advice = "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)"
+    problems = [
+        Finding("connections", FAIL, f"{name(participants.nodes[rank])} cannot reach {name(int(node))} at {why}", advice)
+        for rank, theirs in facts.items()
+        for node, why in theirs.items()
+    ]
+    return problems or [Finding("connections", PASS, "all hosts reach each other" if facts else "one host")]
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+
+
+def look_at_collectives(context: Context) -> dict[str, Any] | None:
+    """Open the group, check and measure. Collective. Returns None with one rank."""
+    if context.environment.world_size == 1:
+        return None
+    context.doing = "joining the ranks"
+    device = choose_device(context.environment, context.device)
+    group = open_group(context.environment, device, compares=False)
+    set_timeout(timedelta(seconds=TIMEOUT_S))
+    try:
+        return {"wrong": check_results(context, group), "links": measure_links(context, group), "device": device.type}
+    finally:
+        group.close()
+        with suppress(RuntimeError):
+            close_group()
+
+
+def check_results(context: Context, group: Group) -> list[str]:
+    """Return a sentence for each operation whose result is not exact. float32 represents all numbers exactly."""
+    wrong = {}
+    size = group.world_size
+    for num in EXACT_SIZES:
+        context.doing = f"collectives of {num} numbers per rank"
+        pattern = torch.arange(num * size) % 97  # rank r adds r to it
+        given = (pattern + group.rank).float().to(group.device)
+        total = given.clone()
+        dist.all_reduce(total)
+        gathered = [torch.empty_like(given[:num]) for _ in range(size)]
+        dist.all_gather(gathered, given[:num])
+        shares = torch.empty_like(given)
+        dist.all_to_all_single(shares, given)
+        own = pattern[group.rank * num :][:num]
+        expected = {
+            "all-reduce": (total, pattern * size + size * (size - 1) // 2),
+            "all-gather": (torch.cat(gathered), torch.cat([pattern[:num] + rank for rank in range(size)])),
+            "all-to-all": (shares, torch.cat([own + rank for rank in range(size)])),
+        }
+        for name, (found, wanted) in expected.items():
+            if differing := int((found.cpu() != wanted).sum()):
+                wrong[name] = f"{differing} of {len(wanted)} numbers of an {name} are wrong"
+    return list(wrong.values())
+
+
+def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
+    """Measure the links between neighbouring nodes in both directions, one after the other. Collective.
+
+    Returns:
+        {"from", "to", "bytes_per_s"} for each link, with the numbers of the nodes.
+    """
+    num_nodes = len(context.participants.leaders)
+    if num_nodes == 1:
+        return []
+    ring = [(node, (node + 1) % num_nodes) for node in range(num_nodes)]
+    own = []
+    for sender, receiver in dict.fromkeys([*ring, *((b, a) for a, b in ring)]):
+        group.barrier()
+        own += _measure_link(context, group, sender, receiver)
+    return [link for theirs in group.gather(own) for link in theirs]
+
+
+def _measure_link(context: Context, group: Group, sender: int, receiver: int) -> list[dict[str, Any]]:
+    """Return the measurement on the first rank of the sender; [] on other ranks."""
+    participants = context.participants
+    start = participants.leaders[sender]
+    end = participants.leaders[receiver]
+    if group.rank not in (start, end):
+        return []
+    context.doing = f"sending from {participants.name_node(sender)} to {participants.name_node(receiver)}"
+    data = torch.zeros(NUM_SENT, device=group.device)
+    answer = torch.zeros(1, device=group.device)
+    times_s = []
+    for _ in range(2):  # the first one opens the connection
+        began_s = time.perf_counter()
+        if group.rank == start:
+            dist.send(data, end)
+            dist.recv(answer, end)
+        else:
+            dist.recv(data, start)
+            dist.send(answer, start)
+        float(answer)  # waits for a GPU
+        times_s.append(time.perf_counter() - began_s)
+    if group.rank == end:
+        return []
+    return [{"from": sender, "to": receiver, "bytes_per_s": 4 * NUM_SENT / min(times_s)}]
+
+
+def judge_collectives(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+    """Report wrong results, and links much slower than the others."""
+    if not facts:
+        return [Finding("collectives", PASS, "one rank: nothing to exchange (more with --nproc-per-node 2)")]
+    problems = []
+    for sentence in dict.fromkeys(text for fact in facts.values() for text in fact["wrong"]):
+        where = participants.name_ranks([rank for rank, fact in facts.items() if sentence in fact["wrong"]])
+        advice = "do not train here: look for failing memory, GPUs or network cards there (dmesg, DCGM)"
+        problems.append(Finding("collectives", FAIL, f"{sentence}: {where}", advice))
+    one = next(iter(facts.values()))
+    right = Finding("collectives", PASS, f"right, over {'NCCL' if one['device'] == 'cuda' else 'gloo'}")
+    return [*(problems or [right]), *judge_links(participants, one["links"])]
+
+
+def judge_links(participants: Participants, links: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Report the slowest link; warn about links much slower than the median (of two: than the faster one)."""
+    if not links:
+        return []
+    usual = median_high([link["bytes_per_s"] for link in links])
+    ordered = sorted(links, key=lambda link: float(link["bytes_per_s"]))
+    measured = [{**link, **{end: participants.name_node(link[end]) for end in ("from", "to")}} for link in ordered]
+    shown = [f"{link['from']} -> {link['to']}, {format_bytes(link['bytes_per_s'])}/s" for link in measured]
+    if num_slow := sum(link["bytes_per_s"] < SLOW_LINK * usual for link in links):
+        found = (
+            f"the slowest link is {'; then '.join(shown[: min(num_slow, 4)])}; the median is {format_bytes(usual)}/s"
+        )
+        advice = (
+            "check the network card, cable and switch port that they share (ethtool: speed, errors), or leave it out"
+        )
+        return [Finding("links", WARN, found, advice, measured)]
+    found = f"{format_bytes(usual)}/s from host to host (median); slowest: {shown[0]}"
+    return [Finding("links", PASS, found, measured=measured)]
+
+
+CHECKS = (
+    DoctorCheck("versions", look_at_versions, judge_versions),
+    DoctorCheck("run_dir", look_at_run_dir, judge_run_dir),
+    DoctorCheck("connections", look_at_connections, judge_connections, limit_s=30.0),
+    DoctorCheck("collectives", look_at_collectives, judge_collectives, limit_s=45.0, advice=GROUP_ADVICE),
+)
