@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from two_hosts import Host, kill_tree, open_two_hosts, start_on
 
 import samestep
-from samestep.watch.stall_diagnosis import build_limits
+from samestep.watch.diagnosis import build_limits
 
 AT_STEP = 100
 STEP_S = 0.02  # about: each sample takes its part of it to load

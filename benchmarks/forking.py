@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.watch import stall_diagnosis
+from samestep.watch import diagnosis
 from samestep.world import forking
 
 STUCK_S = 60
@@ -53,7 +53,7 @@ def use_libraries() -> None:
 
 def fork_under_load(num_forks: int, run_dir: str, is_gated: bool) -> dict[str, Any]:
     """On each rank: forks between the steps of a run that takes a snapshot at each, with 100 heartbeats a second."""
-    stall_diagnosis.INTERVAL_S = 0.01
+    diagnosis.INTERVAL_S = 0.01
     if not is_gated:
         forking.LIMIT_S = 0.0
     at_work, began, took_s, stuck = 0, 0.0, [], 0

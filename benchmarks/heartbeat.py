@@ -25,7 +25,7 @@ from msgspec.structs import asdict
 from paced_run import NUM_MICRO_BATCHES, STEP_S, build_paced_run
 
 import samestep
-from samestep.watch.phase_clock import PhaseClock
+from samestep.watch.beats import PhaseClock
 
 TARGET = 0.005
 ON, OFF = "with", "without"

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import find_trackers
-from samestep.watch.trackers.delivery import Trackers
-from samestep.watch.trackers.protocol import Tracker, TrackerInfo
+from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
 
 NAMES = ("tensorboard", "wandb", "mlflow")
 

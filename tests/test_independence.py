@@ -18,13 +18,14 @@ from samestep.cli import COMMANDS
 pytestmark = pytest.mark.release
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 # Each module and package in these is a feature of its own if it is in none of the tables below.
-FOLDERS = ("adapters", "recipes", "recipes/models", "sources", "tools", "watch/trackers")
+FOLDERS = ("adapters", "recipes", "recipes/models", "sources", "tools")
 # Feature -> its modules and packages, if they are several or not in FOLDERS.
 PARTS = {
     "second opinions": ["checks"],
     "copies on other nodes": ["snapshot.copies"],
     "runs at URLs": ["snapshot.mirror"],
     "TF_CONFIG": ["launch.tf_config"],
+    "trackers": ["watch.tracker_services"],
     "doctor": ["tools.doctor", "tools.doctor_checks", "tools.examination"],
     "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],
     "recipe digits": ["recipes.digits", "recipes.models.cnn"],
@@ -37,8 +38,6 @@ SHARED = {
     "tools.launch_command": "starts the ranks",
     "tools.traced_script": "starts the script for several tools",
     "tools.tracer": "the interceptor of several tools",
-    "watch.trackers.delivery": "passes metrics to the trackers",
-    "watch.trackers.protocol": "describes trackers",
 }
 # Feature -> those without which its commands cannot start.
 NEEDS = {

@@ -11,11 +11,11 @@ _EXPORTS = {
     "Step": "samestep.train.step.steps",
     "Epoch": "samestep.train.loops.loop",
     "spawn": "samestep.launch.spawn",
-    "TensorBoard": "samestep.watch.trackers.tensorboard_tracker",
-    "WandB": "samestep.watch.trackers.wandb_tracker",
-    "MLflow": "samestep.watch.trackers.mlflow_tracker",
-    "Tracker": "samestep.watch.trackers.protocol",
-    "TrackerInfo": "samestep.watch.trackers.protocol",
+    "TensorBoard": "samestep.watch.tracker_services",
+    "WandB": "samestep.watch.tracker_services",
+    "MLflow": "samestep.watch.tracker_services",
+    "Tracker": "samestep.watch.trackers",
+    "TrackerInfo": "samestep.watch.trackers",
     "Source": "samestep.data.source",
     "Shard": "samestep.data.source",
     "Error": "samestep.errors",
@@ -70,10 +70,8 @@ if TYPE_CHECKING:
     from samestep.train.loops.loop import Epoch
     from samestep.train.run import Run
     from samestep.train.step.steps import Step
-    from samestep.watch.trackers.mlflow_tracker import MLflow
-    from samestep.watch.trackers.protocol import Tracker, TrackerInfo
-    from samestep.watch.trackers.tensorboard_tracker import TensorBoard
-    from samestep.watch.trackers.wandb_tracker import WandB
+    from samestep.watch.tracker_services import MLflow, TensorBoard, WandB
+    from samestep.watch.trackers import Tracker, TrackerInfo
 
 
 def __getattr__(name: str) -> Any:

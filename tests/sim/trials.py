@@ -38,8 +38,8 @@ CONSTANTS = {
 RARE_LOOKS = {
     "snapshot.snapshotter._POLL_S": 7.0,
     "launch.local_ranks.POLL_S": 7.0,
-    "watch.stall_diagnosis.INTERVAL_S": 7.0,
-    "watch.stall_diagnosis.FLOOR_S": 30.0,
+    "watch.diagnosis.INTERVAL_S": 7.0,
+    "watch.diagnosis.FLOOR_S": 30.0,
 }
 
 

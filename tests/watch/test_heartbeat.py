@@ -27,12 +27,10 @@ from samestep.tools.live_view import (
     describe_end,
     format_rows,
 )
-from samestep.watch.decision import RankFacts
+from samestep.watch.beats import EXCHANGES, WARM_UP, Beat, PhaseClock, read_process_state
+from samestep.watch.diagnosis import RankFacts, build_limits
 from samestep.watch.heartbeat import BeatExchange, Files, Heartbeat, Message
-from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.records import RankStates, has_ended
-from samestep.watch.stall_diagnosis import WARM_UP, Beat, build_limits
-from samestep.watch.thread_state import EXCHANGES, read_process_state
 
 DEADLINE_S = 60.0
 NO_FILES = Files()

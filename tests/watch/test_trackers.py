@@ -19,12 +19,9 @@ from samestep.config import OPTIONS
 from samestep.errors import Error
 from samestep.snapshot.run_record import StartOptions, build_record
 from samestep.train.description import read_commit
-from samestep.watch.trackers import delivery
-from samestep.watch.trackers.delivery import Trackers
-from samestep.watch.trackers.mlflow_tracker import MLflow
-from samestep.watch.trackers.protocol import Tracker, TrackerInfo
-from samestep.watch.trackers.tensorboard_tracker import TensorBoard
-from samestep.watch.trackers.wandb_tracker import WandB
+from samestep.watch import trackers as trackers_module
+from samestep.watch.tracker_services import MLflow, TensorBoard, WandB
+from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
 
 
 def about(dir: Path | None, *, resumed_step: int = 0) -> TrackerInfo:
@@ -108,7 +105,7 @@ def test_a_slow_tracker_does_not_delay_the_training() -> None:
 
 
 def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "MAX_BYTES", 10 << 10)
+    monkeypatch.setattr(trackers_module, "MAX_BYTES", 10 << 10)
     warnings: list[str] = []
     slow = Slow()
     trackers = Trackers([slow], warnings.append)
@@ -122,7 +119,7 @@ def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tracker_that_hangs_at_the_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(trackers_module, "PATIENCE_S", 0.05)
     warnings: list[str] = []
     slow, good = Slow(), Listed()
     trackers = Trackers([slow, good], warnings.append)
@@ -355,7 +352,7 @@ import sys
 from pathlib import Path
 import torch
 import samestep
-from samestep.watch.trackers.delivery import Trackers
+from samestep.watch.trackers import Trackers
 def warn(sentence):
     sys.exit(sentence)
 run_dir = Path(sys.argv[2])

@@ -153,11 +153,11 @@ def judge_connections(participants: Participants, facts: Mapping[int, Mapping[st
     """Report the pairs of nodes of which one does not reach the other."""
     name = participants.name_node
     advice = "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)"
-    problems = [
-        Finding("connections", FAIL, f"{name(participants.nodes[rank])} cannot reach {name(int(node))} at {why}", advice)
-        for rank, theirs in facts.items()
-        for node, why in theirs.items()
-    ]
+    problems = []
+    for rank, theirs in facts.items():
+        for node, why in theirs.items():
+            found = f"{name(participants.nodes[rank])} cannot reach {name(int(node))} at {why}"
+            problems.append(Finding("connections", FAIL, found, advice))
     return problems or [Finding("connections", PASS, "all hosts reach each other" if facts else "one host")]
 
 

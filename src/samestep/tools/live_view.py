@@ -12,6 +12,7 @@ from samestep.command_line import PATH, Command, json_option, print_json
 from samestep.console import escape, print_table
 from samestep.snapshot.reading import read_run
 from samestep.units import format_count, format_time
+from samestep.watch.beats import Beat
 from samestep.watch.records import (
     HEALS,
     STALE_S,
@@ -23,7 +24,6 @@ from samestep.watch.records import (
     read_rows,
     read_status,
 )
-from samestep.watch.stall_diagnosis import Beat
 
 POLL_S = 1.0
 CLEAR = "\x1b[H\x1b[J"  # of a terminal

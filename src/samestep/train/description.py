@@ -13,7 +13,7 @@ from samestep.processes import run_captured
 from samestep.snapshot.run_record import StartOptions
 from samestep.train.context import RunContext
 from samestep.version import __version__
-from samestep.watch.trackers.protocol import TrackerInfo
+from samestep.watch.trackers import TrackerInfo
 
 GIT_TIMEOUT_S = 5.0
 

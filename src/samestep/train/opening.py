@@ -30,7 +30,7 @@ from samestep.train.state.run_state import LoopKind, RunState
 from samestep.train.step.interception import Interceptor, LoopParts
 from samestep.train.step.steps import Observers, StepObserver, list_borrowed
 from samestep.units import format_ranks
-from samestep.watch.trackers.protocol import TrackerInfo
+from samestep.watch.trackers import TrackerInfo
 from samestep.world.environment import advise
 from samestep.world.membership import Change
 

@@ -37,8 +37,7 @@ from samestep.train.step.interception import find_requests, read_request
 from samestep.train.step.step_log import collect_values
 from samestep.train.step.steps import Step
 from samestep.watch.progress import Progress
-from samestep.watch.trackers.delivery import Trackers
-from samestep.watch.trackers.protocol import Tracker
+from samestep.watch.trackers import Tracker, Trackers
 from samestep.world.group_opening import choose_device, find_ranks, open_group
 from samestep.world.process_group import find_rank
 

@@ -17,7 +17,8 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import asdict, replace
 
 from samestep.files import replace_file
-from samestep.watch.decision import (
+from samestep.watch.beats import Beat, PhaseClock, ThreadState, count_written, read_process_state, read_thread_state
+from samestep.watch.diagnosis import (
     Action,
     Ending,
     EndOrder,
@@ -30,10 +31,7 @@ from samestep.watch.decision import (
     View,
     decide,
 )
-from samestep.watch.phase_clock import PhaseClock
 from samestep.watch.records import RANKS, RankStates
-from samestep.watch.stall_diagnosis import Beat, ThreadState
-from samestep.watch.thread_state import count_written, read_process_state, read_thread_state
 from samestep.world.forking import at_work
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import SignedEntries
@@ -295,12 +293,12 @@ class Heartbeat:
             with suppress(OSError):
                 (files.run_dir / RANKS).unlink()
 
-    def _collect(self, now_s: float, own: Beat | None = None) -> list[Beat] | None:
+    def _collect(self, now_s: float, own: Beat) -> list[Beat] | None:
         """Return the states of all ranks; None before the first beat of each other rank."""
         others = self._exchange.collect(now_s)
         if others is None:
             return None
-        ranks = [own or self._builder.build()]
+        ranks = [own]
         for beat in others:
             is_here = (beat.host, beat.system) == (self._facts.host, self._system)
             process = read_process_state(beat.pid) if beat.is_silent and is_here else ""

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from samestep.console import escape, read_terminal
 from samestep.units import format_time
-from samestep.watch.trackers.protocol import to_number
+from samestep.watch.trackers import to_number
 from samestep.world.environment import drop_output
 
 # Between two lines: a share of the loop's time so far, so that a long run does not print millions of them.

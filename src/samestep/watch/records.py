@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 from samestep.decoding import Argument, Count, Number, Object, Size, convert, decode, parse_json
 from samestep.files import open_regular, read_bytes
 from samestep.plan.sizes import MAX_MICRO_BATCHES
-from samestep.watch.stall_diagnosis import Beat
+from samestep.watch.beats import Beat
 from samestep.world.environment import FAILURE, read_host
 
 LOCK = "lock"  # the process that writes the run

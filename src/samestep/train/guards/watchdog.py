@@ -19,10 +19,9 @@ from samestep.launch.failure import write_failure
 from samestep.lifetime import Held, hold
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
-from samestep.watch.decision import RankFacts
+from samestep.watch.beats import PhaseClock
+from samestep.watch.diagnosis import Limits, RankFacts, build_limits
 from samestep.watch.heartbeat import Files, Heartbeat
-from samestep.watch.phase_clock import PhaseClock
-from samestep.watch.stall_diagnosis import Limits, build_limits
 from samestep.world.environment import read_host
 
 EXIT_CODE = 1

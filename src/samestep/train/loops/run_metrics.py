@@ -18,10 +18,9 @@ from samestep.train.prepared import Prepared
 from samestep.train.state.objects import Objects
 from samestep.train.state.run_state import RunState
 from samestep.train.step.steps import Step, StepObserver
+from samestep.watch.beats import describe_spent, share_spent
 from samestep.watch.progress import Progress
-from samestep.watch.stall_diagnosis import describe_spent, share_spent
-from samestep.watch.trackers.delivery import Trackers
-from samestep.watch.trackers.protocol import TrackerInfo
+from samestep.watch.trackers import TrackerInfo, Trackers
 
 
 class RunMetrics(StepObserver):

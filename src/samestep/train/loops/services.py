@@ -16,7 +16,7 @@ from samestep.train.guards.watchdog import Watchdog
 from samestep.train.loops.run_metrics import RunMetrics
 from samestep.train.state.run_state import RunState
 from samestep.watch.progress import Progress
-from samestep.watch.trackers.delivery import Trackers
+from samestep.watch.trackers import Trackers
 
 
 class Services(Held):

@@ -17,7 +17,7 @@ from samestep.plan.memory import ParamSize
 from samestep.train.context import RunContext
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.step.steps import StepInterceptor
-from samestep.watch.phase_clock import PhaseClock
+from samestep.watch.beats import PhaseClock
 from samestep.world.environment import TRACE
 
 OWN_NAME = re.compile(r"samestep(\.[a-z_0-9]+)+:[A-Za-z_0-9]+")

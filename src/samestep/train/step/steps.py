@@ -22,7 +22,7 @@ from samestep.plan.sizes import Span
 from samestep.train.context import RunContext
 from samestep.train.state.run_state import RunState
 from samestep.train.step.step_log import average_batch, collect_values, read_number
-from samestep.watch.phase_clock import PhaseClock
+from samestep.watch.beats import PhaseClock
 from samestep.world.group import may_be_death
 
 

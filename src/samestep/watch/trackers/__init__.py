@@ -1,1 +1,0 @@
-"""Trackers: destinations of metrics besides `metrics.jsonl`. One module for each service."""
