@@ -42,7 +42,7 @@ WRITES_ATTRIBUTES = {
     "snapshot/serialization.py": "torch's metadata of a state_dict",
     "sources/webdataset.py": "a tar file, whose list of members would grow",
     "train/determinism.py": "torch's settings",
-    "train/ending/shutdown.py": "a function, to recognize it",
+    "train/stopping.py": "a function, to recognize it",
     "world/environment.py": "a class of os, to recognize who reads it",
 }
 

@@ -8,7 +8,7 @@ from samestep.version import __version__
 # Public name -> the module that defines it. Loaded on first use, so that `import samestep` does not import torch.
 _EXPORTS = {
     "Run": "samestep.train.run",
-    "Step": "samestep.train.step.steps",
+    "Step": "samestep.train.step",
     "Epoch": "samestep.train.loops.loop",
     "spawn": "samestep.launch.spawn",
     "TensorBoard": "samestep.watch.tracker_services",
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from samestep.launch.spawn import spawn
     from samestep.train.loops.loop import Epoch
     from samestep.train.run import Run
-    from samestep.train.step.steps import Step
+    from samestep.train.step import Step
     from samestep.watch.tracker_services import MLflow, TensorBoard, WandB
     from samestep.watch.trackers import Tracker, TrackerInfo
 

@@ -26,7 +26,7 @@ from torch.utils.data import get_worker_info
 import samestep
 from samestep.engine import exchange
 from samestep.snapshot.store import Store
-from samestep.train.guards.watchdog import Watchdog
+from samestep.train.watchdog import Watchdog
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37  # 5 steps per epoch, the last one with 5 samples: 2 + 2 + 1
 NUM_EPOCHS = 3

@@ -11,8 +11,8 @@ import samestep
 from samestep.plan.memory import ParamSize, RankMemory, compute_memory
 from samestep.plan.owners import choose_owners
 from samestep.torch_internals import get_local
+from samestep.train.objects import Objects
 from samestep.train.prepared import measure_sizes
-from samestep.train.state.objects import Objects
 
 SHARDS = ("none", "optimizer", "fsdp2")
 

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import samestep
 from samestep.train.loops.run_metrics import learning_rates
-from samestep.train.state.objects import Objects
+from samestep.train.objects import Objects
 
 
 @pytest.mark.parametrize(

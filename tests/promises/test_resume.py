@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 import samestep
-from samestep.train.state.objects import Objects
+from samestep.train.objects import Objects
 
 Undisturbed = Callable[..., Outcome]
 

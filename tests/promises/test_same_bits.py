@@ -15,7 +15,7 @@ from support.trace import assert_same
 
 import samestep
 from samestep.engine import routes
-from samestep.train.guards import replicas
+from samestep.train import guards
 
 # These need a core for each thread, or a compiler for each rank: fewer ranks.
 HEAVY = ("two_threads", "compiled_by_aot_eager")
@@ -58,7 +58,7 @@ def train_with(train: Callable[[], Any], route: str, check: str) -> Any:
     """`route`: with "hosts", no bucket goes through the sockets of one host; with "long", none is small enough for an
     all-gather. `check`: a comparison of replicas compares their buffers, too.
     """
-    names = replicas.name_replicated
+    names = guards.name_replicated
 
     def name_all(objects: Any) -> Any:
         modules = objects.modules.items()
@@ -71,7 +71,7 @@ def train_with(train: Callable[[], Any], route: str, check: str) -> Any:
     if route == "long":
         routes.GATHER_MAX_BYTES = 0
     if check == "COMPARE_EVERY":
-        replicas.name_replicated = name_all
+        guards.name_replicated = name_all
     return train()
 
 

@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler as schedules
 
 import samestep
 from samestep.engine.precision import MixedPrecision
-from samestep.train.state.objects import Objects
-from samestep.train.state.restoring import SnapshotContents
+from samestep.train.objects import Objects
+from samestep.train.restoring import SnapshotContents
 
 NOTHING: dict[str, Any] = {}
 

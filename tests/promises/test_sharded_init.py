@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from samestep.torch_internals import gather_whole
-from samestep.train.state.sharded_init import ShardedInit
+from samestep.train.sharded_init import ShardedInit
 
 SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import samestep
-from samestep.train.guards.watchdog import kill_sibling
+from samestep.train.watchdog import kill_sibling
 
 
 def fork(run: Callable[[], object]) -> int:

@@ -85,7 +85,7 @@ PLANTED = (
         "    torch.default_generator.manual_seed(seed)\n", "    pass\n",
     ),
     Planted(
-        "a rank computes a micro-batch with the seed of another one", SAME_BITS, "train/step/steps.py",
+        "a rank computes a micro-batch with the seed of another one", SAME_BITS, "train/step.py",
         'seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=v))',
         'seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=0))',
     ),
@@ -112,7 +112,7 @@ PLANTED = (
         "in enumerate(reports):", "in enumerate(reports[: len(layout.ranges[0])]):",
     ),
     Planted(
-        "a total over the batch is that of one rank", SAME_BITS, "train/step/steps.py",
+        "a total over the batch is that of one rank", SAME_BITS, "train/step.py",
         "return math.fsum(self.gather(numbers))", "return math.fsum(numbers.values())", script="batchnorm",
     ),
     Planted(
@@ -129,7 +129,7 @@ PLANTED = (
         "        self.tensor.data.copy_(self.start)\n", "        pass\n",
     ),
     Planted(
-        "the fingerprints of the last rank are dropped", ONCE, "train/step/steps.py",
+        "the fingerprints of the last rank are dropped", ONCE, "train/step.py",
         "map(read_fingerprint, reduced.reports)", "map(read_fingerprint, reduced.reports[:-1])",
     ),
     Planted(
@@ -137,7 +137,7 @@ PLANTED = (
         "[*map(read_vote, controls)]", "[vote]", focus="stop",
     ),
     Planted(
-        "the ranks stop only if the first one has got a signal", RESUME, "train/ending/stopping.py",
+        "the ranks stop only if the first one has got a signal", RESUME, "train/stopping.py",
         "Decision(max(signals),", "Decision(signals[0],", focus="stop",
     ),
     # --- evaluations
@@ -230,19 +230,19 @@ PLANTED = (
         '"metrics_bytes": metrics_bytes', '"metrics_bytes": max(0, metrics_bytes - 1)',
     ),
     Planted(
-        "run.state is not restored", RESUME, "train/state/restoring.py",
+        "run.state is not restored", RESUME, "train/restoring.py",
         'return contents["state"]', "return {}", focus="kill_all",
     ),
     Planted(
-        "the state of an optimizer is not restored", RESUME, "train/state/objects.py",
+        "the state of an optimizer is not restored", RESUME, "train/objects.py",
         "        optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})\n", "",
     ),
     Planted(
-        "the sums of the metrics of an epoch are not restored", METRICS, "train/state/run_state.py",
+        "the sums of the metrics of an epoch are not restored", METRICS, "train/run_state.py",
         'self.tally.load_state_dict(notes.get("tally", {}))', "pass", focus="kill_all",
     ),
     Planted(
-        "a resumed run begins one step late", RESUME, "train/state/run_state.py",
+        "a resumed run begins one step late", RESUME, "train/run_state.py",
         'data.plan.first_step, self._resumed["step"])',
         'data.plan.first_step, self._resumed["step"] + (self._resumed["step"] % 5 == 3))',
     ),
@@ -251,7 +251,7 @@ PLANTED = (
         "steps.index(max(steps))", "steps.index(min(steps))", test="snapshot/test_resume_point.py",
     ),
     Planted(
-        "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/state/objects.py",
+        "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/objects.py",
         "optimizer.state[param] = _with_dtypes(", "_with_dtypes(", test="promises/test_resume.py",
     ),
     Planted(
@@ -259,16 +259,16 @@ PLANTED = (
         "        seed_all(derive(self._context.config.seed, purpose, step=number))\n", "",
     ),
     Planted(
-        "a copy for a snapshot is not joined before the update", ATOMIC, "train/ending/stopping.py",
+        "a copy for a snapshot is not joined before the update", ATOMIC, "train/stopping.py",
         "        self._snapshotter.join_copy()\n", "", focus="background",
     ),
     # --- signals
     Planted(
-        "a second signal does not end plain python", RESUME, "train/ending/stopping.py",
+        "a second signal does not end plain python", RESUME, "train/stopping.py",
         "if now_s - self._heard_at_s >= self._same_for_s:", "if False:", test="train/test_stopping.py",
     ),
     Planted(
-        "a late signal kills a rank that has saved", RESUME, "train/ending/stopping.py",
+        "a late signal kills a rank that has saved", RESUME, "train/stopping.py",
         "        if math.isinf(self._same_for_s):\n", "        if False:\n", test="train/test_stopping.py",
     ),
     Planted(
@@ -285,27 +285,27 @@ PLANTED = (
     ),
     # --- several loops, and lines outside of the steps
     Planted(
-        "the order of a sampler is not restored", ONCE, "train/state/run_state.py",
+        "the order of a sampler is not restored", ONCE, "train/run_state.py",
         'data.orders.restore(order["epoch"], order["indices"])', "pass", "kill_all", "phases",
     ),
     Planted(
-        "a resumed run begins its first loop again", RESUME, "train/state/run_state.py",
+        "a resumed run begins its first loop again", RESUME, "train/run_state.py",
         "self._num_past = len(self._ends)", "self._num_past = 0", "kill_all", "phases",
     ),
     Planted(
-        "run.stop ends the next loop, too", RESUME, "train/state/run_state.py",
+        "run.stop ends the next loop, too", RESUME, "train/run_state.py",
         '            self.stop_reason = ""\n            self._ends', "            self._ends", "kill_all", "phases",
     ),
     Planted(
-        "a loop that run.stop has ended continues after a resume", RESUME, "train/state/run_state.py",
+        "a loop that run.stop has ended continues after a resume", RESUME, "train/run_state.py",
         'notes["stopped"] = self.stop_reason', "pass", "kill_all", "phases",
     ),
     Planted(
-        "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/state/restoring.py",
+        "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/restoring.py",
         'param.requires_grad_(name not in position["frozen"])', "pass", "kill_all", "phases",
     ),
     Planted(
-        "a parameter group that was added in the loop is lost", RESUME, "train/state/objects.py",
+        "a parameter group that was added in the loop is lost", RESUME, "train/objects.py",
         'optimizer.add_param_group({"params": added})', "pass", "kill_all", "phases",
     ),
     Planted(
@@ -365,24 +365,24 @@ PLANTED = (
         "for step, line in self._rows if step >= at", "for step, line in self._rows if step > at + 99", focus="heal",
     ),
     Planted(
-        "healing: a further pass has the numbers of an earlier one by position", HEAL, "train/step/steps.py",
+        "healing: a further pass has the numbers of an earlier one by position", HEAL, "train/step.py",
         "elif members != self._members:", "elif False:", "heal", "passes",
     ),
     Planted(
-        "healing: a batch that the script has changed in place is used again", HEAL, "train/step/steps.py",
+        "healing: a batch that the script has changed in place is used again", HEAL, "train/step.py",
         "            self._load_again()\n", "            pass\n", "heal", "passes",
     ),
     Planted(
-        "healing: a batch that an earlier pass has changed is taken for a new one", HEAL, "train/step/steps.py",
+        "healing: a batch that an earlier pass has changed is taken for a new one", HEAL, "train/step.py",
         "for v in before if self.num_passes else ():", "for v in ():", "heal", "passes",
         "seed=136 script=passes every=3 steps=7 routes=gather | 3 heal kill@1120/1 | 1",
     ),
     Planted(
-        "healing: the values of a dead rank are left out", HEAL, "train/step/steps.py",
+        "healing: the values of a dead rank are left out", HEAL, "train/step.py",
         "if len(rows) < self._num_ranks:", "if False:", "heal", "passes",
     ),
     Planted(
-        "healing: the micro-batches of a dead rank are not computed", HEAL, "train/step/steps.py",
+        "healing: the micro-batches of a dead rank are not computed", HEAL, "train/step.py",
         "self._attempt = PassAttempt(", "self._attempt = self._attempt or PassAttempt(", focus="heal",
     ),
 )  # fmt: skip

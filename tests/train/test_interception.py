@@ -14,8 +14,8 @@ from support.tiny import Pairs, Tiny
 import samestep
 from samestep.config import OPTIONS
 from samestep.train.context import RunContext
-from samestep.train.step.interception import Interceptor, read_request
-from samestep.train.step.steps import Step, StepInterceptor, StepObserver
+from samestep.train.interception import Interceptor, read_request
+from samestep.train.step import Step, StepInterceptor, StepObserver
 
 NOTIFICATIONS = {name for name in vars(StepObserver) if not name.startswith("_")}
 QUESTIONS = {name for kind in (Interceptor, StepInterceptor) for name in vars(kind) if callable(getattr(kind, name))}

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import samestep
 from samestep.errors import RunDirectoryError
 from samestep.snapshot.store import Store
-from samestep.train.state.objects import Objects, list_params
+from samestep.train.objects import Objects, list_params
 
 
 class Both(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 
 from samestep.engine.control import Saving, Vote
 from samestep.errors import UsageError
-from samestep.train.ending.stopping import STOP_SIGNALS, StopSignals, decide
+from samestep.train.stopping import STOP_SIGNALS, StopSignals, decide
 from samestep.world.environment import read_environment
 
 SIGNALS = (0, signal.SIGTERM, signal.SIGUSR1)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samestep import InvalidType, InvalidValue, MissingPackage, Run
 from samestep.redaction import hide_secrets
-from samestep.train.ending.shutdown import report_errors
+from samestep.train.stopping import report_errors
 from samestep.world.environment import advise, hide_launcher, read_rank
 
 try:

@@ -1,1 +1,1 @@
-"""Checks of a run that its options turn on: interceptors, see `train/step/interception.py`."""
+"""Checks of a run that its options turn on: interceptors, see `train/interception.py`."""

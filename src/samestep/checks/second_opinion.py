@@ -22,8 +22,8 @@ from samestep.plan.tree import build_layout
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine
 from samestep.train.generators import keeping_generators
-from samestep.train.step.interception import Interceptor, LoopParts
-from samestep.train.step.steps import Step
+from samestep.train.interception import Interceptor, LoopParts
+from samestep.train.step import Step
 from samestep.watch.replica_checksums import checksum, combine, find_drift, read_back
 from samestep.world.environment import read_host
 

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import reduce
+from numbers import Real
 from operator import add
 from struct import Struct
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from samestep.engine.host_copies import HostValue, read_later
-from samestep.errors import InvalidValue, UsageError
+from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.tree import Layout
 
 NOT_CALLED = -1.0  # the weight of a micro-batch that had no backward
@@ -253,6 +255,50 @@ def average_losses(reports: Sequence[MicroBatchReport], step: int, layout: Layou
             weighted.append(loss * weight)
     total = math.fsum(weights)
     return (total, math.fsum(weighted) / total) if total else (0.0, None)
+
+
+def read_number(name: str, given: object, num_samples: int = 1) -> Value:
+    """Return a value of step.log without waiting for a GPU; for a tensor with `num_samples` values, their mean.
+
+    Raises Error if the value is not a number.
+    """
+    if isinstance(given, Tensor) and given.shape == (num_samples,) and num_samples > 1:
+        given = given.detach().double().mean()
+    if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Real)):
+        raise InvalidType(
+            f"step.log needs a number as {name}, not {describe_value(given)}: take its mean", code="SS102"
+        )
+    if isinstance(given, Tensor):
+        given = given.detach()
+        return float(given) if given.device.type == "cpu" else given.to(torch.float64, copy=True).reshape(())
+    return float(given)  # type: ignore[arg-type]
+
+
+def average_weighted(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the mean (0 without weight) of (value, weight) pairs and the total weight, from exactly rounded sums."""
+    total = math.fsum(weight for _, weight in pairs)
+    try:
+        return (math.fsum(value * weight for value, weight in pairs if weight) / total if total else 0.0), total
+    except ValueError:  # infinities of both signs
+        return math.nan, total
+    except OverflowError:
+        return math.inf, total
+
+
+def average_batch(
+    logged: Sequence[Means], reports: Sequence[MicroBatchReport], sizes: Sequence[int]
+) -> dict[str, tuple[float, float]]:
+    """Return name -> the average over the batch, and the total weight. The arguments are per micro-batch.
+
+    Args:
+        sizes: samples, the weights of those without step.backward.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for means, report, size in zip(logged, reports, sizes, strict=True):
+        weight = float(size) if report.weight == NOT_CALLED else report.weight
+        for name, (value, count) in means.items():
+            pairs.setdefault(name, []).append((value, weight * count))
+    return {name: average_weighted(of_name) for name, of_name in pairs.items()}
 
 
 def describe_value(value: object) -> str:

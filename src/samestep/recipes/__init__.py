@@ -28,7 +28,7 @@ class Recipe(Command):
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Run the recipe. An uncaught Error ends the program with its message and exit code 2."""
-        from samestep.train.ending.shutdown import report_errors
+        from samestep.train.stopping import report_errors
         from samestep.world.environment import read_rank
 
         report_errors(read_rank())

@@ -12,8 +12,8 @@ from torch import nn
 from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.train.context import RunContext
-from samestep.train.step.interception import Interceptor, LoopParts
-from samestep.train.step.steps import Step
+from samestep.train.interception import Interceptor, LoopParts
+from samestep.train.step import Step
 
 OUTSIDE = ("saving", "validating")  # phases that are not part of a step
 

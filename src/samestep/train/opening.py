@@ -19,16 +19,16 @@ from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler
-from samestep.train.guards.misuse import ScheduleChecks
+from samestep.train.guards import ScheduleChecks
 from samestep.train.inputs.loop_data import LoopData
 from samestep.train.inputs.samples import add_samples
+from samestep.train.interception import Interceptor, LoopParts
 from samestep.train.loops.feed import Feed
 from samestep.train.loops.loop import Loop
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared, measure_sizes
-from samestep.train.state.run_state import LoopKind, RunState
-from samestep.train.step.interception import Interceptor, LoopParts
-from samestep.train.step.steps import Observers, StepObserver, list_borrowed
+from samestep.train.run_state import LoopKind, RunState
+from samestep.train.step import Observers, StepObserver, list_borrowed
 from samestep.units import format_ranks
 from samestep.watch.trackers import TrackerInfo
 from samestep.world.environment import advise

@@ -20,17 +20,22 @@ from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.serialization import SavedState
 from samestep.train import calls
 from samestep.train.context import RunContext
-from samestep.train.guards.misuse import MisuseChecks
-from samestep.train.guards.replicas import ReplicaChecks
-from samestep.train.state.divided_state import DividedOptimizers
-from samestep.train.state.object_checks import check_states, describe_models, outline, refuse_shared_memory
-from samestep.train.state.objects import Objects, list_params, list_tensors
-from samestep.train.state.restoring import SnapshotContents
-from samestep.train.state.run_state import RunState
-from samestep.train.state.sharded_init import ShardedInit, is_partial
-from samestep.train.state.sharded_state import Blocks, ShardedState, find_blocks
-from samestep.train.step.interception import Interceptor
-from samestep.train.step.steps import Step, StepObserver
+from samestep.train.divided_state import Blocks, DividedOptimizers, ShardedState, find_blocks
+from samestep.train.guards import MisuseChecks, ReplicaChecks
+from samestep.train.interception import Interceptor
+from samestep.train.objects import (
+    Objects,
+    check_states,
+    describe_models,
+    list_params,
+    list_tensors,
+    outline,
+    refuse_shared_memory,
+)
+from samestep.train.restoring import SnapshotContents
+from samestep.train.run_state import RunState
+from samestep.train.sharded_init import ShardedInit, is_partial
+from samestep.train.step import Step, StepObserver
 
 read_groups = attrgetter("param_groups")
 read_params = itemgetter("params")

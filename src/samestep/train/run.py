@@ -20,22 +20,20 @@ from samestep.train import calls
 from samestep.train.arguments import build_config
 from samestep.train.context import RunContext
 from samestep.train.determinism import fix_kernels, use_tf32
-from samestep.train.ending.shutdown import report_errors
 from samestep.train.generators import call_on_rank_0
 from samestep.train.inputs.loop_data import Sampler, open_loop_data
+from samestep.train.interception import find_requests, read_request
 from samestep.train.loops.evaluate import Evaluator
 from samestep.train.loops.loop import Epoch, Loop
 from samestep.train.loops.services import Services
+from samestep.train.objects import Objects, check_objects, find_params
 from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
-from samestep.train.state.object_checks import check_objects, find_params
-from samestep.train.state.objects import Objects
-from samestep.train.state.restoring import restore_models
-from samestep.train.state.run_state import RunState
-from samestep.train.state.sharded_init import ShardedInit
-from samestep.train.step.interception import find_requests, read_request
-from samestep.train.step.step_log import collect_values
-from samestep.train.step.steps import Step
+from samestep.train.restoring import restore_models
+from samestep.train.run_state import RunState
+from samestep.train.sharded_init import ShardedInit
+from samestep.train.step import Step, collect_values
+from samestep.train.stopping import report_errors
 from samestep.watch.progress import Progress
 from samestep.watch.trackers import Tracker, Trackers
 from samestep.world.group_opening import choose_device, find_ranks, open_group

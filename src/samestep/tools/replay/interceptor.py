@@ -25,7 +25,7 @@ from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
 from samestep.train.description import describe_script, read_commit
 from samestep.train.determinism import describe_machine
-from samestep.train.step.steps import Step
+from samestep.train.step import Step
 
 MAX_NORMS = 1000  # parameters in the result
 

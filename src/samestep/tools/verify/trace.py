@@ -26,8 +26,8 @@ from samestep.tools.tracer import Tracer
 from samestep.torch_internals import gather_whole
 from samestep.train.context import RunContext
 from samestep.train.generators import NUMPY_GENERATOR, PYTHON_GENERATOR, read_generator
-from samestep.train.step.interception import Interceptor
-from samestep.train.step.steps import Step
+from samestep.train.interception import Interceptor
+from samestep.train.step import Step
 
 
 class Trace(Tracer):

@@ -14,6 +14,7 @@ from torch import Tensor
 from samestep.data.loader import Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, read_data_arguments
+from samestep.engine.control import average_weighted
 from samestep.engine.host_copies import read_later
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
@@ -24,8 +25,7 @@ from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
-from samestep.train.state.run_state import RunState
-from samestep.train.step.step_log import average
+from samestep.train.run_state import RunState
 from samestep.world.transport import describe_failure, read_outcomes
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
@@ -203,7 +203,7 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
                 raise InvalidValue(
                     f"score {name!r} has weight {weight}: a weight is a finite number of at least 0", code="SS223"
                 )
-        merged[name], total = average(values)
+        merged[name], total = average_weighted(values)
         if total == 0:
             raise InvalidValue(
                 f"the total weight of score {name!r} is 0: no sample of the data set counts", code="SS223"

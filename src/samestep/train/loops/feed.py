@@ -13,7 +13,7 @@ from samestep.plan.loop_plan import Task
 from samestep.train.context import RunContext
 from samestep.train.generators import keeping_generators
 from samestep.train.inputs.loop_data import LoopData
-from samestep.train.state.run_state import RunState
+from samestep.train.run_state import RunState
 
 
 class Feed:

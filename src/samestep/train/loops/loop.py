@@ -17,8 +17,8 @@ from samestep.train.loops.feed import Feed
 from samestep.train.loops.notes import drop_note, note_begun, notify_launcher
 from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
-from samestep.train.state.run_state import MetricsTally, RunState
-from samestep.train.step.steps import Observers, Step, StepParts
+from samestep.train.run_state import MetricsTally, RunState
+from samestep.train.step import Observers, Step, StepParts
 from samestep.world.environment import OUTCOME, Outcome, advise
 
 

@@ -14,10 +14,10 @@ from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.logs import KeptLogs
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
+from samestep.train.objects import Objects
 from samestep.train.prepared import Prepared
-from samestep.train.state.objects import Objects
-from samestep.train.state.run_state import RunState
-from samestep.train.step.steps import Step, StepObserver
+from samestep.train.run_state import RunState
+from samestep.train.step import Step, StepObserver
 from samestep.watch.beats import describe_spent, share_spent
 from samestep.watch.progress import Progress
 from samestep.watch.trackers import TrackerInfo, Trackers

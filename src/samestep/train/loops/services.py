@@ -10,11 +10,10 @@ from samestep.lifetime import Held, hold
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train.context import RunContext
-from samestep.train.ending.shutdown import describe_failure, shared
-from samestep.train.ending.stopping import Stopping, StopSignals
-from samestep.train.guards.watchdog import Watchdog
 from samestep.train.loops.run_metrics import RunMetrics
-from samestep.train.state.run_state import RunState
+from samestep.train.run_state import RunState
+from samestep.train.stopping import Stopping, StopSignals, describe_failure, shared
+from samestep.train.watchdog import Watchdog
 from samestep.watch.progress import Progress
 from samestep.watch.trackers import Trackers
 

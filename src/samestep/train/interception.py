@@ -16,7 +16,7 @@ from samestep.errors import InvalidValue
 from samestep.plan.memory import ParamSize
 from samestep.train.context import RunContext
 from samestep.train.inputs.loop_data import LoopData
-from samestep.train.step.steps import StepInterceptor
+from samestep.train.step import StepInterceptor
 from samestep.watch.beats import PhaseClock
 from samestep.world.environment import TRACE
 

@@ -14,14 +14,13 @@ from torch.utils._pytree import tree_map_only
 from samestep.data.content import hash_content
 from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
-from samestep.engine.control import MicroBatchReport, Value, Vote
+from samestep.engine.control import MicroBatchReport, Value, Vote, average_batch, read_number
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
-from samestep.errors import Error, NotHealed, UsageError
+from samestep.errors import Error, InvalidType, NotHealed, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.sizes import Span
 from samestep.train.context import RunContext
-from samestep.train.state.run_state import RunState
-from samestep.train.step.step_log import average_batch, collect_values, read_number
+from samestep.train.run_state import RunState
 from samestep.watch.beats import PhaseClock
 from samestep.world.group import may_be_death
 
@@ -30,7 +29,7 @@ class StepObserver:
     """Base class of the observers of a run's steps, which listen and change nothing. Events do nothing by default.
 
     A step calls only the events that a subclass overrides, in the order of the list given to `Observers`. What changes
-    a step is an `Interceptor` (`train/step/interception.py`), whose description shows all events in their order.
+    a step is an `Interceptor` (`train/interception.py`), whose description shows all events in their order.
     """
 
     def begin_step(self, step: "Step") -> None:
@@ -651,3 +650,10 @@ class Step:
                 self.result.averages[name] = (value, self.num_samples)
             else:
                 self._attempt.reports.log(self.micro_batch, name, value)
+
+
+def collect_values(what: str, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a call such as `step.log({"a": 1}, b=2)`. Raises InvalidType if `values` is not a dict."""
+    if values is not None and not isinstance(values, Mapping):
+        raise InvalidType(f"{what} takes a dict of name -> value or keyword arguments, not {values!r}", code="SS102")
+    return {**(values or {}), **named}

@@ -18,7 +18,7 @@ from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.lifetime import Held, hold
 from samestep.train.context import RunContext
-from samestep.train.state.run_state import RunState
+from samestep.train.run_state import RunState
 from samestep.watch.beats import PhaseClock
 from samestep.watch.diagnosis import Limits, RankFacts, build_limits
 from samestep.watch.heartbeat import Files, Heartbeat

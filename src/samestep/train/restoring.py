@@ -18,8 +18,8 @@ from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, StartOptions, describe_changes
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
-from samestep.train.state.objects import GROUPS, Objects, save_module
-from samestep.train.state.sharded_state import shard_as
+from samestep.train.divided_state import shard_as
+from samestep.train.objects import GROUPS, Objects, save_module
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
