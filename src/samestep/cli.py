@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
     if arguments is None and "torch" in sys.modules:
-        from samestep.launch.rank_process import leave
+        from samestep.processes import leave
 
         leave(code)
     return code

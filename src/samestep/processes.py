@@ -1,17 +1,42 @@
-"""Starts programs, and ends processes: with their parent, or within a time."""
+"""Programs and processes: how they start, what they wait for, and how they end, this process too.
 
+What outlives a call and concerns the whole process is `Held`. When a run ends, its `Services` close what it holds. At
+the end of the process, `close` ends what is still open: what was opened last first. In a forked child, `forget`
+releases what belongs to the parent.
+
+| held | `close` | `forget` |
+|---|---|---|
+| `Services` of a run | completes snapshots and files, restores signals, notes the run's error | restores signals |
+| `Group` of a run, `LossWatch` | ends threads, closes connections | closes the child's copies of connections |
+| `Watchdog` of a run | ends the heartbeat's threads | |
+| `Workers` of a loop or an evaluation | kills them | leaves them to the parent |
+| `Lock` of a run directory | (`Services` release it) | closes the child's copy |
+| `Shared` by all runs | ends the process with the first error, closes the process group | drops the errors |
+| `ForkServer` of a launch | ends it and its ranks | closes the child's copy of its connection |
+
+The hooks for this are the package's only ones, except for those that delay a fork (`world/forking.py`).
+"""
+
+import atexit
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 from samestep.files import open_regular
-from samestep.waiting import wait_until
+
+T = TypeVar("T")
 
 Program = subprocess.Popen[bytes]  # noqa: TID251
 PR_SET_PDEATHSIG = 1
+LEAVE_S = 30  # limit for the atexit functions of a process that has failed
 
 
 @contextmanager
@@ -92,3 +117,91 @@ def wait_or_kill(pid: int, limit_s: float) -> None:
         if not wait_until(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), limit_s, every_s=0.001):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def wait_until(condition: Callable[[], T], within_s: float, every_s: float = 0.02) -> T:
+    """Call `condition` until it returns something true or the time is over. Returns its last result.
+
+    Args:
+        every_s: time between two calls.
+
+    Example::
+
+        >>> from itertools import count
+        >>> numbers = count()
+        >>> wait_until(lambda: next(numbers) >= 3, within_s=60, every_s=0.001)
+        True
+    """
+    deadline_s = time.monotonic() + within_s
+    while not (result := condition()) and time.monotonic() < deadline_s:
+        time.sleep(every_s)
+    return result
+
+
+# --- the end of this process ----------------------------------------------------------------------------------------
+
+
+def leave(code: int, *, waits: bool = False) -> NoReturn:
+    """End this process as Python would, but without the teardown of modules, which takes torch 0.3 s.
+
+    After a failure (a code other than 0), it waits for no thread and only LEAVE_S for atexit functions, unless `waits`.
+    """
+    waits |= code == 0
+    if not waits:
+        # The other ranks wait for this one until it ends.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LEAVE_S)
+    with suppress(BaseException):
+        if waits:
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons  # noqa: SLF001
+    with suppress(BaseException):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C would only print a traceback
+        atexit._run_exitfuncs()  # noqa: SLF001
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+class Held:
+    """Something that a process holds open."""
+
+    def close(self) -> None:
+        """At the end of the process, or before: end it. A second call does nothing."""
+
+    def forget(self) -> None:
+        """In a forked child: release it, and leave what belongs to the parent as it is."""
+
+
+_held: WeakValueDictionary[int, Held] = WeakValueDictionary()  # id -> object, in the order in which they were opened
+
+
+def hold(thing: Held, *, alone: bool = False) -> None:
+    """Close a thing at the end of this process, and let a forked child forget it, if something else still refers to it.
+
+    Args:
+        alone: whether a process has one thing of its class. An earlier one, of another run, is closed.
+    """
+    earlier = [each for each in _held.values() if alone and type(each) is type(thing) and each is not thing]
+    for each in earlier:
+        each.close()
+    _held.setdefault(id(thing), thing)
+    # Before the hooks of libraries that are there by now: torch's would wait for workers that ignore SIGTERM.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # noqa: TID251 the one place
+
+
+def _close_all() -> None:
+    with ExitStack() as stack:  # also after an error in one of them
+        for each in [*_held.values()]:
+            stack.callback(each.close)
+
+
+def _forget_all() -> None:
+    with ExitStack() as stack:
+        for each in [*_held.values()]:
+            stack.callback(each.forget)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # noqa: TID251 the one place

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.waiting import wait_until
 
 import samestep
-from samestep import lifetime
+from samestep import processes
 from samestep.launch import forkserver
 from samestep.launch.local_ranks import Ranks
 
@@ -40,7 +40,7 @@ def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
 
 def find_servers() -> list[psutil.Process]:
     """The fork servers of this process."""
-    pids = {server._pid for server in lifetime._held.values() if isinstance(server, forkserver.ForkServer)}
+    pids = {server._pid for server in processes._held.values() if isinstance(server, forkserver.ForkServer)}
     return [child for child in psutil.Process().children() if child.pid in pids]
 
 

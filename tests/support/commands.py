@@ -38,7 +38,8 @@ from unittest import mock
 import psutil
 
 from samestep.launch import forkserver, rank_process
-from samestep.launch.rank_process import leave, load_main
+from samestep.launch.rank_process import load_main
+from samestep.processes import leave
 from support.hosts import Host
 
 TESTS = str(Path(__file__).parents[1])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from samestep.waiting import wait_until
+from samestep.processes import wait_until
 from samestep.world import forking
 from samestep.world.forking import at_rest, at_work
 

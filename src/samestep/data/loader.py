@@ -25,10 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, default
 from samestep.data.sample_errors import WorkerFailure, explain, pack, unpack
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
-from samestep.lifetime import Held, hold
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
-from samestep.processes import die_with_parent
+from samestep.processes import Held, die_with_parent, hold
 from samestep.torch_internals import abandon_workers, end_on_feeder_error, forget_workers, watch_workers
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers

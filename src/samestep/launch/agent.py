@@ -40,7 +40,7 @@ from samestep.launch.node_messages import (
 from samestep.launch.nodes import Nodes, derive_key, find_own_address
 from samestep.launch.supervisor import Policy, Supervisor
 from samestep.launch.target import Target
-from samestep.waiting import wait_until
+from samestep.processes import wait_until
 from samestep.world.environment import (
     BEGUN,
     CONTINUES,

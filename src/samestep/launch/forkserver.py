@@ -27,8 +27,7 @@ from samestep.console import print_error
 from samestep.errors import Error
 from samestep.launch.output import install
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
-from samestep.lifetime import Held, hold
-from samestep.processes import die_with_parent, kill_group, wait_or_kill
+from samestep.processes import Held, die_with_parent, hold, kill_group, wait_or_kill
 from samestep.world.environment import child_variables
 
 # What ranks import. The first optimizer imports torch._dynamo, which takes as long as torch itself.

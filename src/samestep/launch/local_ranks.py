@@ -169,7 +169,7 @@ class Ranks:
 
         Args:
             spares: leave out ranks that have reported an error. They complete a snapshot that they are writing, and end
-                within `rank_process.LEAVE_S`.
+                within `processes.LEAVE_S`.
         """
         spared = [rank for rank in self.pids if spares and read_failure(rank, self.directory) is not None]
         self._server.signal(signum, spared)

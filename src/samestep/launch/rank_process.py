@@ -1,6 +1,5 @@
 """The process of one rank: runs the target as `python script.py` would, and reports how it failed."""
 
-import atexit
 import builtins
 import faulthandler
 import importlib
@@ -13,7 +12,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import types
 from contextlib import suppress
 from pathlib import Path
@@ -25,11 +23,11 @@ from samestep.errors import Error, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import format_error, write_failure
 from samestep.launch.output import open_streams
+from samestep.processes import leave
 from samestep.world.environment import HOOK
 from samestep.world.workdir import read_private
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # from the launcher to its ranks
-LEAVE_S = 30  # limit for the atexit functions of a failed rank
 
 kept_signals: list[int] = []  # of the process, as signals are: before the script creates a Run
 
@@ -81,28 +79,6 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         elif code:  # a process that the target has forked
             print(format_error(error), end="", file=sys.stderr)
     leave(code)
-
-
-def leave(code: int, *, waits: bool = False) -> NoReturn:
-    """End this process as Python would, but without the teardown of modules, which takes torch 0.3 s.
-
-    After a failure (a code other than 0), it waits for no thread and only LEAVE_S for atexit functions, unless `waits`.
-    """
-    waits |= code == 0
-    if not waits:
-        # The other ranks wait for this one until it ends.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(LEAVE_S)
-    with suppress(BaseException):
-        if waits:
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons  # noqa: SLF001
-    with suppress(BaseException):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C would only print a traceback
-        atexit._run_exitfuncs()  # noqa: SLF001
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(code)
 
 
 def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeType, types.ModuleType]:

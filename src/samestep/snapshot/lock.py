@@ -11,7 +11,7 @@ from pathlib import Path
 
 from samestep.errors import RunDirectoryError
 from samestep.files import copy_file, open_regular, read_bytes, replacing
-from samestep.lifetime import Held, hold
+from samestep.processes import Held, hold
 from samestep.world.environment import advise, read_host
 
 # The errors of flock on file systems without locks (some mounts of Lustre and NFS). The token still works there.

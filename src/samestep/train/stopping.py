@@ -27,7 +27,7 @@ from samestep.errors import Error, PeerFailed, UsageError, WorkerDied, describe,
 from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, write_failure
 from samestep.launch.rank_process import kept_signals, leave
-from samestep.lifetime import Held
+from samestep.processes import Held
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train.run_state import RunState

@@ -16,7 +16,7 @@ from samestep.console import escape, read_terminal
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
 from samestep.launch.failure import write_failure
-from samestep.lifetime import Held, hold
+from samestep.processes import Held, hold
 from samestep.train.context import RunContext
 from samestep.train.run_state import RunState
 from samestep.watch.beats import PhaseClock

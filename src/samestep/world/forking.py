@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from samestep.files import read_text
-from samestep.waiting import wait_until
+from samestep.processes import wait_until
 
 # Limit of both waits: the watchdog must run although a fork hangs, and the script must continue although the store that
 # a thread queries does not answer.

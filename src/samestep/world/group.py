@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import NotHealed, PeerFailed
-from samestep.lifetime import Held
+from samestep.processes import Held
 from samestep.torch_internals import abort_nccl, break_gloo_connections
 from samestep.world.environment import Environment
 from samestep.world.local_sockets import connect

@@ -20,7 +20,7 @@ from samestep.console import say, saying_when_slow
 from samestep.errors import Error, InvalidValue
 from samestep.files import read_bytes
 from samestep.hashing import hash_bytes
-from samestep.lifetime import hold
+from samestep.processes import hold
 from samestep.torch_internals import add_gloo
 from samestep.version import __version__
 from samestep.world.environment import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import NotHealed, PeerFailed
-from samestep.lifetime import Held, hold
+from samestep.processes import Held, hold
 from samestep.world.rendezvous_store import SignedEntries
 
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from msgspec import to_builtins
 
 from samestep.decoding import decode
-from samestep.waiting import wait_until
+from samestep.processes import wait_until
 from samestep.world.environment import Environment, has_agent_store, read_master
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from samestep.data.content import find_leaves
 from samestep.data.loader import seed_all
 from samestep.errors import Error
-from samestep.launch.rank_process import leave
 from samestep.plan.ledger import combine, fingerprint, to_bits
 from samestep.plan.seeds import derive
+from samestep.processes import leave
 from samestep.snapshot.async_copy import is_finite
 from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext

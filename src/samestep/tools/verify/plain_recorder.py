@@ -27,10 +27,9 @@ from torch.utils.data import DataLoader, Subset
 
 from samestep.data.content import find_leaves, hash_content
 from samestep.files import replace_file
-from samestep.lifetime import Held, hold
+from samestep.processes import Held, hold, wait_until
 from samestep.tools.verify.plain_record import Pass, PlainRank, Update
 from samestep.torch_internals import LoaderIterator
-from samestep.waiting import wait_until
 from samestep.world.environment import read_rank
 
 NUM_VECTORS = 4

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from samestep.errors import Error
-from samestep.lifetime import Held, hold
+from samestep.processes import Held, hold
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train.context import RunContext
