@@ -1,4 +1,4 @@
-"""The hash functions: SHA-256 for content, and 64 bits of BLAKE2b for short identities.
+"""The hash functions: SHA-256 for content, and 64 bits of BLAKE2b for short identities; and the bytes of tensors.
 
 Other modules call these functions, so that the length of a hash shows its kind. Exceptions are seeds, keys and proofs
 (HMAC), and the checksum of gradients, for which BLAKE2b would be too slow.
@@ -6,6 +6,10 @@ Other modules call these functions, so that the length of a hash shows its kind.
 
 import hashlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def hash_bytes(data: bytes | memoryview) -> str:
@@ -42,3 +46,12 @@ def hash_short(data: bytes, purpose: bytes = b"") -> int:
         True
     """
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=purpose).digest(), "little")
+
+
+def view_bytes(tensor: "Tensor") -> memoryview:
+    """Return a tensor's elements in row-major order as bytes. Copies only if host memory has no such bytes."""
+    import torch
+
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = host.as_strided((host.numel(),), (1,))  # reshape(-1) keeps unusual strides of tensors with 0 or 1 elements
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

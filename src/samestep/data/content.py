@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.hashing import hash_pieces
-from samestep.tensor_bytes import view_bytes
+from samestep.hashing import hash_pieces, view_bytes
 
 
 def hash_content(batch: Any) -> str:

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from samestep.decoding import MAX_DEPTH
 from samestep.errors import InvalidType
 from samestep.files import open_regular
-from samestep.hashing import hash_bytes
+from samestep.hashing import hash_bytes, view_bytes
 from samestep.snapshot.manifest import METADATA, Extent, Extents
-from samestep.tensor_bytes import view_bytes
 from samestep.world.forking import at_rest, at_work
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from samestep.command_line import PATH, Command, json_option, print_json
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
+from samestep.hashing import view_bytes
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.serialization import lay_out_tensors
 from samestep.snapshot.store import SavedObjects, Store
-from samestep.tensor_bytes import view_bytes
 from samestep.tools.inspect import WHICH
 
 if TYPE_CHECKING:

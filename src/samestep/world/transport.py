@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed, UsageError
-from samestep.hashing import hash_pieces
-from samestep.tensor_bytes import view_bytes
+from samestep.hashing import hash_pieces, view_bytes
 from samestep.world import wire
 from samestep.world.chunks import split_chunks
 from samestep.world.environment import read_host

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.content import hash_content
-from samestep.hashing import hash_bytes
+from samestep.hashing import hash_bytes, view_bytes
 from samestep.snapshot.serialization import digest_of, encode
-from samestep.tensor_bytes import view_bytes
 from samestep.tools.tracer import Tracer
 from samestep.torch_internals import gather_whole
 from samestep.train.context import RunContext
