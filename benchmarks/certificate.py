@@ -30,11 +30,11 @@ from common import describe_machine, look_up_peak, print_table
 from ddp_and_fsdp2 import read_arguments
 
 import samestep
+from samestep.console import format_count, format_ranks
 from samestep.processes import running
 from samestep.recipes.models.gpt2 import GPT2
 from samestep.snapshot.logs import count_records
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors
-from samestep.units import format_count, format_ranks
 from samestep.watch.records import LEDGER, read_status
 
 WORLD_SIZES = (1, 2, 4, 8)

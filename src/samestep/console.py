@@ -1,4 +1,7 @@
-"""Prints text to a terminal, without the control characters that it may contain."""
+"""Text for people: lines and tables for a terminal, numbers in words, and no control characters or secrets.
+
+A unit of bytes is a power of 1000.
+"""
 
 import io
 import json
@@ -8,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from threading import Timer
 from typing import Any, TextIO
 
@@ -18,6 +22,16 @@ _terminal = 2  # the launcher's standard error; without a launcher, that of this
 
 COLOURS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[1;31m"}
 _CLEAR_LINE = "\r\x1b[2K"
+
+_HIDDEN = "(hidden)"
+_SECRET = re.compile(
+    r"token|.*(access|api|auth|bearer|bot|github|hf|hub|refresh|session|wandb)[_-]?token"
+    r"|.*(password|passwd|passphrase|secret|credentials?)|.*(access|api|auth|private|secret)[_-]?key(_id)?",
+    re.IGNORECASE,
+)
+
+_SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0))
+_DURATIONS = (("days", 172800, 86400.0), ("h", 7200, 3600.0), ("min", 600, 60.0), ("s", 1, 1.0), ("ms", 1e-3, 1e-3))
 
 
 def escape(text: str) -> str:
@@ -168,3 +182,74 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:6]))} ...)"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def hide_secrets(value: Any, name: str = "") -> Any:
+    """Return a value in which the texts whose names are those of secrets are replaced by "(hidden)".
+
+    Args:
+        value: a setting, or a mapping or list of settings; at any depth.
+        name: the setting's name.
+
+    Example::
+
+        >>> hide_secrets({"api_key": "x7", "pad_token": "<pad>", "db": {"password": "y", "port": 1}})
+        {'api_key': '(hidden)', 'pad_token': '<pad>', 'db': {'password': '(hidden)', 'port': 1}}
+    """
+    if isinstance(value, Mapping):
+        return {key: hide_secrets(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        hidden = [hide_secrets(inner, name) for inner in value]
+        return hidden if isinstance(value, list) else tuple(hidden)
+    return _HIDDEN if isinstance(value, str | bytes) and value and _SECRET.fullmatch(name) else value
+
+
+# --- numbers in words ------------------------------------------------------------------------------------------------
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Format a size, such as "512 MB" or "1.5 GB".
+
+    Example::
+
+        >>> format_bytes(1.5e9), format_bytes(100)
+        ('1.5 GB', '100 B')
+    """
+    unit, length = next((each for each in _SIZES if num_bytes >= each[1]), _SIZES[-1])
+    return f"{_round(num_bytes / length)} {unit}"
+
+
+def format_time(seconds: float) -> str:
+    """Format a duration, such as "21 us", "3.4 ms", "300 s" or "12 min".
+
+    Example::
+
+        >>> format_time(0.0034), format_time(300), format_time(5400)
+        ('3.4 ms', '300 s', '90 min')
+    """
+    unit, _, length_s = next((each for each in _DURATIONS if seconds >= each[1]), ("us", 0, 1e-6))
+    return f"{_round(seconds / length_s)} {unit}" if seconds else "0 s"
+
+
+def format_age(time: str | None) -> str:
+    """Format the age of a time in ISO 8601; "?" if it is unknown."""
+    try:
+        age_s = (datetime.now(UTC) - datetime.fromisoformat(time or "")).total_seconds()
+    except (TypeError, ValueError):
+        return "?"
+    return format_time(max(round(age_s), 0))
+
+
+def format_count(number: float, what: str) -> str:
+    """Format a number of things, such as "2 ranks"."""
+    return f"{number:g} {what}{'s' if number != 1 else ''}"
+
+
+def format_ranks(number: int) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return format_count(number, "rank")
+
+
+def _round(number: float) -> str:
+    """Return a number of at least two digits."""
+    return f"{number:.1f}".removesuffix(".0") if number < 9.95 else f"{number:.0f}"

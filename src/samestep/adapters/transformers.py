@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samestep import InvalidType, InvalidValue, MissingPackage, Run
-from samestep.redaction import hide_secrets
+from samestep.console import hide_secrets
 from samestep.train.stopping import report_errors
 from samestep.world.environment import advise, hide_launcher, read_rank
 

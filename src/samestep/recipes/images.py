@@ -20,11 +20,11 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep.command_line import PATH
+from samestep.console import format_count
 from samestep.errors import needing
 from samestep.files import move_directory
 from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, keep_best, quarter
 from samestep.recipes.models.resnet import ARCHITECTURES, ResidualBlock, build_resnet
-from samestep.units import format_count
 
 with needing("the recipe images needs Pillow", "'samestep[recipes]'"):
     from PIL import Image, ImageOps

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep.console import hide_secrets
 from samestep.decoding import as_json
 from samestep.errors import RunDirectoryError
 from samestep.files import read_bytes
-from samestep.redaction import hide_secrets
 from samestep.version import __version__
 from samestep.watch.records import RECORD, parse_record
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from samestep.command_line import print_json
-from samestep.console import escape
+from samestep.console import escape, format_count
 from samestep.data.order_files import order_file, read_order, read_shard_sizes, shards_file
 from samestep.errors import Error
 from samestep.plan.ledger import Entry
@@ -18,7 +18,6 @@ from samestep.plan.loop_plan import LoopPlan, StepSamples
 from samestep.plan.order import Indices
 from samestep.snapshot.logs import count_records, read_records
 from samestep.snapshot.run_record import list_loops
-from samestep.units import format_count
 from samestep.watch.records import LEDGER, RECORD, STATUS, read_or_empty
 
 _NUM_SHOWN = 10

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from samestep.config import is_url
+from samestep.console import format_bytes
 from samestep.snapshot.shared_directory import find_writers
 from samestep.tools.examination import FAIL, PASS, WARN, Context, DoctorCheck, Finding, Participants
 from samestep.torch_internals import set_timeout
-from samestep.units import format_bytes
 from samestep.version import __version__
 from samestep.world.environment import read_master
 from samestep.world.group import Group

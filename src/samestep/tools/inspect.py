@@ -8,7 +8,17 @@ from typing import Any
 import click
 
 from samestep.command_line import Command, json_option, print_json
-from samestep.console import build_cells, escape, list_values, print_table, say, to_text
+from samestep.console import (
+    build_cells,
+    escape,
+    format_age,
+    format_bytes,
+    format_count,
+    list_values,
+    print_table,
+    say,
+    to_text,
+)
 from samestep.decoding import parse_json
 from samestep.errors import Error, explain
 from samestep.files import read_bytes
@@ -17,7 +27,6 @@ from samestep.snapshot.logs import count_records, read_records
 from samestep.snapshot.manifest import STATE, find_damage
 from samestep.snapshot.reading import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
-from samestep.units import format_age, format_bytes, format_count
 from samestep.watch.records import (
     HEAL_COLUMNS,
     HEALS,

@@ -9,9 +9,8 @@ import click
 from msgspec.structs import asdict
 
 from samestep.command_line import PATH, Command, json_option, print_json
-from samestep.console import escape, print_table
+from samestep.console import escape, format_count, format_time, print_table
 from samestep.snapshot.reading import read_run
-from samestep.units import format_count, format_time
 from samestep.watch.beats import Beat
 from samestep.watch.records import (
     HEALS,

@@ -18,14 +18,13 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from samestep.command_line import PATH, Command, json_option, print_json
-from samestep.console import describe_ranks, escape, show_activity
+from samestep.console import describe_ranks, escape, format_bytes, format_count, format_ranks, show_activity
 from samestep.errors import Error
 from samestep.files import open_regular, replace_file
 from samestep.snapshot.logs import count_records
 from samestep.snapshot.reading import open_run, read_run
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.inspect import POSITION, find_runs, find_sound, list_facts, list_history
-from samestep.units import format_bytes, format_count, format_ranks
 from samestep.version import __version__
 from samestep.watch.records import HEALS, LEDGER, METRICS, RECORD, RESTARTS, has_ended, read_rows, read_status
 

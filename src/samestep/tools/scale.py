@@ -16,7 +16,7 @@ import numpy as np
 
 from samestep.command_line import JSON, print_json
 from samestep.config import OPTIONS, Option, Overrides, Shard, whole
-from samestep.console import print_table, say, show_activity
+from samestep.console import format_bytes, format_ranks, format_time, print_table, say, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -26,7 +26,6 @@ from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
 from samestep.plan.memory import ParamSize, RankMemory, compute_memory
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, read_lines, run_traced
-from samestep.units import format_bytes, format_ranks, format_time
 from samestep.world.workdir import open_workdir
 
 _OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.console import describe_ranks
+from samestep.console import describe_ranks, format_ranks
 from samestep.data.order_files import keep_shards
 from samestep.errors import InvalidValue
 from samestep.plan.sizes import describe_division
@@ -29,7 +29,6 @@ from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared, measure_sizes
 from samestep.train.run_state import LoopKind, RunState
 from samestep.train.step import Observers, StepObserver, list_borrowed
-from samestep.units import format_ranks
 from samestep.watch.trackers import TrackerInfo
 from samestep.world.environment import advise
 from samestep.world.membership import Change

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from samestep.config import OPTIONS, ExchangeDtype, Precision, Shard, whole
+from samestep.console import hide_secrets
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import MixedPrecision
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.seeds import derive
-from samestep.redaction import hide_secrets
 from samestep.snapshot.location import open_location
 from samestep.train import calls
 from samestep.train.arguments import build_config

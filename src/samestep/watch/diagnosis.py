@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import Struct
 
-from samestep.console import describe_ranks
-from samestep.units import format_time
+from samestep.console import describe_ranks, format_time
 from samestep.watch.beats import NEW_GROUP, PHASES, WARM_UP, Beat
 
 # State of a process -> why its beats have stopped.

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any, TextIO
 
-from samestep.console import escape, read_terminal
-from samestep.units import format_time
+from samestep.console import escape, format_time, read_terminal
 from samestep.watch.trackers import to_number
 from samestep.world.environment import drop_output
 

@@ -13,7 +13,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from samestep.command_line import print_json
-from samestep.console import print_result, show_activity
+from samestep.console import format_ranks, print_result, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import Target
@@ -22,7 +22,6 @@ from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, Finding, check_all
 from samestep.tools.verify.plain_record import PlainRank, read_ranks
 from samestep.tools.verify.trials import SHOWN_LINES
-from samestep.units import format_ranks
 from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import open_workdir
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.console import format_ranks
 from samestep.tools.verify.plain_record import Pass, PlainRank, Update
-from samestep.units import format_ranks
 
 OK = "ok"
 MISTAKE = "MISTAKE"

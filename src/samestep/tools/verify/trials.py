@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.config import Overrides
+from samestep.console import format_ranks
 from samestep.files import read_tail
 from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
@@ -14,7 +15,6 @@ from samestep.snapshot.logs import read_records
 from samestep.snapshot.store import Store
 from samestep.tools.traced_script import find_errors, run_traced
 from samestep.tools.verify.traces import Traced, read_traces
-from samestep.units import format_ranks
 from samestep.watch.records import HEALS, LEDGER, read_rows
 
 TRACE = "samestep.tools.verify.trace:Trace"
