@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from samestep.command_line import Command, build_options, take_values
+from samestep.cli import Command, build_options, take_values
 from samestep.config import OPTIONS, Option
 from samestep.errors import Error
 from samestep.launch.recipe_source import find_recipes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.command_line import Command, run
+from samestep.cli import Command, run
 
 if TYPE_CHECKING:
     import torch

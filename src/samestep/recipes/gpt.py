@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import samestep
-from samestep.command_line import PATH
+from samestep.cli import PATH
 from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, keep_best, quarter
 from samestep.recipes.models.gpt2 import GPT2, PRESETS
 from samestep.sources.token_windows import Tokens, TokenWindows, map_tokens

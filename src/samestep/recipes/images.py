@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.command_line import PATH
+from samestep.cli import PATH
 from samestep.console import format_count
 from samestep.errors import needing
 from samestep.files import move_directory

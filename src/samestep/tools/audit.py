@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.command_line import print_json
+from samestep.cli import print_json
 from samestep.console import escape, format_count
 from samestep.data.order_files import order_file, read_order, read_shard_sizes, shards_file
 from samestep.errors import Error

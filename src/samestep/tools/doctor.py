@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from samestep.command_line import JSON, Command, build_options, take_values
+from samestep.cli import JSON, Command, build_options, take_values
 from samestep.config import Option, to_flags
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS

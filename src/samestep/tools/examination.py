@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from samestep.command_line import print_json
+from samestep.cli import print_json
 from samestep.console import describe_ranks, print_result, show_activity
 from samestep.errors import Error
 from samestep.world.environment import Environment, read_host

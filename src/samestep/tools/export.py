@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from samestep.command_line import PATH, Command, json_option, print_json
+from samestep.cli import PATH, Command, json_option, print_json
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import open_regular, replacing

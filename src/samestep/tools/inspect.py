@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from samestep.command_line import Command, json_option, print_json
+from samestep.cli import Command, json_option, print_json
 from samestep.console import (
     build_cells,
     escape,

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from samestep.command_line import name_option
+from samestep.cli import name_option
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS
 from samestep.launch.recipe_source import describe_recipes, find_recipes

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from msgspec.structs import asdict
 
-from samestep.command_line import PATH, Command, json_option, print_json
+from samestep.cli import PATH, Command, json_option, print_json
 from samestep.console import escape, format_count, format_time, print_table
 from samestep.snapshot.reading import read_run
 from samestep.watch.beats import Beat

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from samestep.command_line import PATH, Command, json_option, print_json
+from samestep.cli import PATH, Command, json_option, print_json
 from samestep.console import describe_ranks, escape, format_bytes, format_count, format_ranks, show_activity
 from samestep.errors import Error
 from samestep.files import open_regular, replace_file

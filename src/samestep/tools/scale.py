@@ -14,7 +14,7 @@ from typing import Any, get_args
 import click
 import numpy as np
 
-from samestep.command_line import JSON, print_json
+from samestep.cli import JSON, print_json
 from samestep.config import OPTIONS, Option, Overrides, Shard, whole
 from samestep.console import format_bytes, format_ranks, format_time, print_table, say, show_activity
 from samestep.errors import Error

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from samestep.command_line import JSON, print_json
+from samestep.cli import JSON, print_json
 from samestep.config import Option, whole
 from samestep.console import escape, print_table, say, to_text
 from samestep.data.order_files import ORDERS, list_orders

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from samestep.command_line import JSON, print_json
+from samestep.cli import JSON, print_json
 from samestep.config import OPTIONS, Option, format_flags, name_flag, whole
 from samestep.console import print_result, show_activity
 from samestep.errors import Error

@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
-from samestep.command_line import print_json
+from samestep.cli import print_json
 from samestep.console import format_ranks, print_result, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
