@@ -8,8 +8,7 @@ import pytest
 from support.runs import check, samestep_command
 from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
 
-from samestep.tools.verify.plain_checks import check_evaluation, check_samples
-from samestep.tools.verify.plain_record import Pass, PlainRank
+from samestep.tools.verify.plain_checks import Pass, PlainRank, check_evaluation, check_samples
 
 ROOT = Path(__file__).parents[2]
 VERDICT = re.compile(r"^  (\w+) +(ok|MISTAKE|not observed) +(.*)$", re.MULTILINE)

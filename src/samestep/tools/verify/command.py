@@ -3,6 +3,8 @@
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,10 +20,8 @@ from samestep.launch.script_command import ScriptCommand
 from samestep.launch.target import Target
 from samestep.plan.sizes import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
-from samestep.tools.verify.causes import DRIFT, DRIFTED, explain
 from samestep.tools.verify.plain import run_plain
-from samestep.tools.verify.traces import Difference, find_difference, name_tensor
-from samestep.tools.verify.trials import Setup, TrialOutcome, Trials
+from samestep.tools.verify.runs import DRIFT, DRIFTED, Difference, Setup, Trial, Trials, explain, find_difference
 from samestep.world.workdir import open_workdir
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
@@ -43,7 +43,6 @@ REPEATED = (
     "  likely: the script collects or adds up values in the loop over micro-batches, apart from step.backward and "
     "step.log; after a death some of them are there twice, and those of the dead rank are missing"
 )
-RECIPES = "samestep.recipes."
 KILLED = 128 + 9
 MAX_EVENTS = 12  # file accesses during a snapshot, after one of which a rank is killed
 ROW = "  {run:<18} {ranks:<20} {steps:>7}  {result:<44} {time}"
@@ -78,12 +77,8 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
         modes = [OPTIONS["shard"].check("--shard", each.strip()) or "none" for each in values["shard"].split(",")]
     if world_sizes == [1] and ("heal" in values or len(modes) > 1):
         raise Error("--heal and --shard need several ranks, and --world-sizes has 1 only: add 2", code="SS104")
-    num_steps = values.get("steps", 20)
-    every = max(1, num_steps // (2 * (values.get("kills", 2) + 1)))
-    overrides = {name: value for name, value in values.items() if name in OF_RUN}
-    with exiting_on_sigterm(), open_workdir("verify-") as temporary:
-        trials = Trials(target, overrides, temporary.resolve(), num_steps, every)
-        verification = _Verification(trials, values)
+    with exiting_on_sigterm(), open_workdir("verify-") as home:
+        verification = _Verification(target, values, home.resolve())
         if "json" not in values:
             print(f"samestep verify {' '.join(target.to_words())}", flush=True)
             print(ROW.format(run="run", ranks="ranks", steps="steps", result="result", time="time"), flush=True)
@@ -105,86 +100,88 @@ class _Verification:
         rows: of the table.
     """
 
-    def __init__(self, trials: Trials, values: Mapping[str, Any]) -> None:
+    def __init__(self, target: Target, values: Mapping[str, Any], home: Path) -> None:
         self.is_same = True
         self.lines: list[str] = []
         self.rows: list[dict[str, str]] = []
-        self._trials = trials
         self._values = values
+        self._num_kills = values.get("kills", 2)
+        num_steps = values.get("steps", 20)
+        self._snapshot_every = max(1, num_steps // (2 * (self._num_kills + 1)))
+        overrides = {name: value for name, value in values.items() if name in OF_RUN}
+        overrides |= {"max_steps": num_steps, "snapshot_every": self._snapshot_every}
+        self._trials = Trials(target, overrides, home)
         self._chance = random.Random(values.get("kill_seed"))
 
     def compare_all(self, world_sizes: Sequence[int], modes: Sequence[str | None]) -> None:
         """Train on all numbers of ranks and in all modes. If all is the same, also with deaths and interruptions."""
-        first, *others = world_sizes
-        setup = Setup(first, modes[0])
+        setup = Setup(world_sizes[0], modes[0])
         self._reference = self._run_reference(setup)
-        settings = self._reference.trace.settings
-        most = settings["num_micro_batches"]
+        most = self._reference.settings["num_micro_batches"]
         allowed = [size for size in world_sizes if size <= most]
-        if others and len(allowed) == 1:
-            size = settings["micro_batch_size"]
-            check_numbers(most * size, size, min(max(others), most * size), format_flags)
+        if len(world_sizes) > 1 and len(allowed) == 1:
+            size = self._reference.settings["micro_batch_size"]
+            check_numbers(most * size, size, min(max(world_sizes), most * size), format_flags)
         # Equal runs must not depend on Python's hash seed either: plain python uses a new one at each start.
         if not self._run_and_compare("again", setup, hash_seed="1"):
             return  # a difference between two equal runs would appear in all comparisons
-        if skipped := [str(size) for size in others if size > most]:
-            which = ", ".join(skipped)
-            self.lines.append(f"skipped: {which} ranks, because the number of micro-batches of a step is {most}")
+        if skipped := ", ".join(str(size) for size in world_sizes if size > most):
+            self.lines.append(f"skipped: {skipped} ranks, because the number of micro-batches of a step is {most}")
         setups = [Setup(size, mode) for mode in modes for size in allowed if size > 1 or mode == modes[0]]
         for other in setups[1:]:
             self._run_and_compare("train", other)
         if self.is_same and "heal" in self._values:
             self._heal(Setup(max(allowed), modes[0]))
-        if self.is_same and self._values.get("kills", 2):
-            self._interrupt(setups, self._values.get("kills", 2))
+        if self.is_same and self._num_kills:
+            self._interrupt(setups)
 
     # --- the runs ---------------------------------------------------------------------------------------------
 
-    def _run_reference(self, setup: Setup) -> TrialOutcome:
+    def _run_reference(self, setup: Setup) -> Trial:
         show_activity(f"train on {setup} ...")
-        outcome = self._trials.run(setup)
-        name = self._trials.target.name.removeprefix(RECIPES)
-        if outcome.code or not outcome.trace.steps:
+        trial = self._trials.run(setup)
+        name = self._trials.target.name.removeprefix("samestep.recipes.")
+        if trial.code or not trial.steps:
             show_activity("")
-            print(outcome.last_words, file=sys.stderr)
-        if outcome.code:
+            print(trial.last_words, file=sys.stderr)
+        if trial.code:
             raise Error(
-                f"{name} ends with exit code {outcome.code} on {setup}, before anything can be compared: see its "
-                "output above",
+                f"{name} ends with exit code {trial.code} on {setup}, before anything can be compared: see its output "
+                "above",
                 code="SS711",
             )
-        if not outcome.trace.steps:
+        if not trial.steps:
             raise Error(
                 f"{name} ended without a step of samestep.Run (on {setup}): verify needs a script that trains with "
                 "run.epochs or run.steps, or --plain for a script without samestep",
                 code="SS712",
             )
-        if (found := outcome.trace.settings["world_size"]) != setup.world_size:
+        if (found := trial.settings["world_size"]) != setup.world_size:
             raise Error(f"{name} starts {found} ranks itself: pass the script that each rank runs", code="SS712")
-        self._print_row("train", outcome, "the reference")
-        return outcome
+        self._print_row("train", trial, "the reference")
+        return trial
 
     def _run_and_compare(self, name: str, setup: Setup, **how: Any) -> bool:
         """Run, compare with the reference, and print the row. Returns whether it is the same."""
         show_activity(f"{name} on {setup} ...")
-        outcome = self._trials.run(setup, **how)
-        result = self._judge(outcome, is_cut="kill" in how and outcome.code == KILLED)
-        self._print_row(name, outcome, result)
+        trial = self._trials.run(setup, **how)
+        result = self._judge(trial, is_cut="kill" in how and trial.code == KILLED)
+        self._print_row(name, trial, result)
         return result == "same"
 
-    def _interrupt(self, setups: Sequence[Setup], num_kills: int) -> None:
+    def _interrupt(self, setups: Sequence[Setup]) -> None:
         """Kill one run several times, and resume it on a different number of ranks, and in another mode, each time."""
-        num_steps = len(self._reference.trace.steps)
+        num_steps = len(self._reference.steps)
         if num_steps < 2:
             raise Error("a run is killed in its second step or later: give more --steps, or --kills 0", code="SS104")
         run_dir = self._trials.home / "interrupted"
         setup = Setup(0, None)
-        for number in range(num_kills):
+        for number in range(self._num_kills):
             setup = self._choose_other(setups, setup)
             # Each kill in a separate range of steps; the first after the first snapshot, the last before the end.
-            low = number * num_steps // num_kills
-            high = max((number + 1) * num_steps // num_kills - 2, 0)
-            step = self._chance.randint(min(max(low, self._trials.snapshot_every + 1), high), high)
+            low = number * num_steps // self._num_kills
+            high = max((number + 1) * num_steps // self._num_kills - 2, 0)
+            step = self._chance.randint(min(max(low, self._snapshot_every + 1), high), high)
             rank = self._chance.randrange(setup.world_size) if number else 0
             kill: dict[str, float] = {"step": step, "last": num_steps - 1, "rank": rank}
             if number == 0:
@@ -192,7 +189,7 @@ class _Verification:
                 kill["events"] = self._chance.randint(1, MAX_EVENTS)
             else:
                 name = f"killed rank {rank}"
-                kill["after_s"] = self._chance.random() * self._reference.trace.step_s
+                kill["after_s"] = self._chance.random() * self._reference.step_s
             if not self._run_and_compare(name, setup, run_dir=run_dir, kill=kill):
                 return
         self._run_and_compare("resumed", self._choose_other(setups, setup), run_dir=run_dir)
@@ -206,69 +203,68 @@ class _Verification:
         """Train with --heal while ranks die, each in a step of its own, until one is left. Compare all steps."""
         show_activity(f"healed on {setup} ...")
         size = setup.world_size
-        computed = self._reference.trace.count_micro_batches()
+        computed = self._reference.count_micro_batches()
         kills = {}  # rank -> a step, and how many of its micro-batches in this step it computes
         for rank in self._chance.sample(range(size), size - 1):
             step = self._chance.randrange(len(computed))
             kills[str(rank)] = step, self._chance.randrange(max(computed[step] // size, 1))
         flags = ("--heal", "--max-restarts", str(size))
-        outcome = self._trials.run(setup, interceptor=KILLER, flags=flags, kills=kills)
-        result = self._judge(outcome)
+        trial = self._trials.run(setup, interceptor=KILLER, flags=flags, kills=kills)
+        result = self._judge(trial)
         if result != "same":
             self.lines.append(REPEATED)
-        elif not outcome.num_lost:
+        elif not trial.num_lost:
             self.lines.append("with --heal, the ranks did not continue without the one that died: see docs/running.md")
-        self._print_row("healed", outcome, f"{result}, {outcome.num_lost} of {size} died")
+        self._print_row("healed", trial, f"{result}, {trial.num_lost} of {size} died")
 
     # --- the verdict ------------------------------------------------------------------------------------------
 
-    def _judge(self, outcome: TrialOutcome, *, is_cut: bool = False) -> str:
+    def _judge(self, trial: Trial, *, is_cut: bool = False) -> str:
         """Compare with the reference, and explain a difference. Returns the entry for the table."""
         reference = self._reference
-        if (difference := find_difference(reference.trace, outcome.trace)) is not None:
-            self._explain(outcome, difference)
+        if (difference := find_difference(reference, trial)) is not None:
+            self._explain(trial, difference)
             result = f"differs from step {difference.step}"
         elif is_cut:
             return "same"
-        elif outcome.code:
-            result = f"exit code {outcome.code}"
-            self.lines += [f"on {outcome.setup} it ends with {result}:", outcome.last_words]
-            if any(words in outcome.output for words in DRIFTED):
+        elif trial.code:
+            result = f"exit code {trial.code}"
+            self.lines += [f"on {trial.setup} it ends with {result}:", trial.last_words]
+            if any(words in trial.output for words in DRIFTED):
                 self.lines.append(f"  likely: {DRIFT}")
-        elif (outcome.ledger, outcome.final) == (reference.ledger, reference.final):
+        elif (trial.ledger, trial.final) == (reference.ledger, reference.final):
             return "same"
         else:
-            pairs = zip(reference.ledger, outcome.ledger, strict=False)
-            differing = [f"step {one.step}" for one, other in pairs if one != other]
-            is_shorter = len(outcome.ledger) != len(reference.ledger)
-            result = f"{[*differing, 'the number of steps' if is_shorter else 'the last snapshot'][0]} differs"
-            self.lines.append(f"on {outcome.setup}, the ledger or the last snapshot is not the same: {result}")
+            pairs = zip_longest(reference.ledger, trial.ledger)
+            differing = (f"step {step}" for step, (one, other) in enumerate(pairs) if one != other)
+            result = f"{next(differing, 'the last snapshot')} differs"
+            self.lines.append(f"on {trial.setup}, the ledger or the last snapshot is not the same: {result}")
         self.is_same = False
         return result
 
-    def _explain(self, outcome: TrialOutcome, difference: Difference) -> None:
+    def _explain(self, trial: Trial, difference: Difference) -> None:
         reference = self._reference
-        resumed = ", resumed" if outcome.trace.settings["begin"] else ""
-        whose = f"on {outcome.setup} and on {reference.setup}"
-        if str(outcome.setup) == str(reference.setup):
+        resumed = ", resumed" if trial.settings["begin"] else ""
+        whose = f"on {trial.setup} and on {reference.setup}"
+        if str(trial.setup) == str(reference.setup):
             whose = f"in two runs on {reference.setup}"
         self.lines.append(f"step {difference.step} is not the same {whose}{resumed}")
         if tensors := difference.tensors:
             others = f"of {len(tensors)} tensors that differ" if len(tensors) > 1 else "the only tensor that differs"
-            self.lines.append(f"  first: {name_tensor(tensors[0])}, {others}")
+            self.lines.append(f"  first: {tensors[0]}, {others}")
         elif difference.what in ("value", "loss"):
-            name = name_tensor(difference.name) or "the loss"
-            self.lines.append(f"  first: {name}, {difference.values[0]} and {difference.values[1]}")
-        self.lines.append(f"  likely: {explain(reference.trace, outcome.trace, difference)}")
+            one, other = difference.values
+            self.lines.append(f"  first: {difference.name or 'the loss'}, {one} and {other}")
+        self.lines.append(f"  likely: {explain(reference, trial, difference)}")
 
-    def _print_row(self, name: str, outcome: TrialOutcome, result: str) -> None:
-        numbers = [*outcome.trace.steps] or [entry.step for entry in outcome.ledger]
+    def _print_row(self, name: str, trial: Trial, result: str) -> None:
+        numbers = [*trial.steps] or [entry.step for entry in trial.ledger]
         row = {
             "run": name,
-            "ranks": str(outcome.setup).replace(" with shard=", ", "),
+            "ranks": str(trial.setup).replace(" with shard=", ", "),
             "steps": f"{min(numbers)}-{max(numbers)}" if numbers else "none",
             "result": result,
-            "time": f"{outcome.seconds:.1f} s",
+            "time": f"{trial.seconds:.1f} s",
         }
         self.rows.append(row)
         if "json" not in self._values:

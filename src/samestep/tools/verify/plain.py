@@ -19,9 +19,8 @@ from samestep.files import read_tail
 from samestep.launch.target import Target
 from samestep.processes import running
 from samestep.tools.traced_script import exiting_on_sigterm
-from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, Finding, check_all
-from samestep.tools.verify.plain_record import PlainRank, read_ranks
-from samestep.tools.verify.trials import SHOWN_LINES
+from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, Finding, PlainRank, check_all, read_ranks
+from samestep.tools.verify.runs import SHOWN_LINES
 from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import open_workdir
 

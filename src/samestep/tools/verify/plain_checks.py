@@ -1,15 +1,17 @@
-"""Compares the records of a script's ranks, and reports the usual mistakes of distributed training."""
+"""What `plain_recorder` records about a script's ranks, and the usual mistakes of distributed training in it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from samestep.console import format_ranks
-from samestep.tools.verify.plain_record import Pass, PlainRank, Update
+from samestep.files import read_bytes
 
 OK = "ok"
 MISTAKE = "MISTAKE"
@@ -17,6 +19,100 @@ UNSEEN = "not observed"
 GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
 TOLERANCE = 1e-6  # of the norm, between copies of float32
 FEWEST = 8  # samples whose order is compared
+
+
+class Pass(msgspec.Struct):
+    """One pass of a rank over a loader.
+
+    Attributes:
+        dataset: the number of the data set, in the order in which this rank uses them.
+        length, num_batches: of the data set and of the loader; None: they have none.
+        drop_last: whether the loader or its sampler has this option.
+        is_subset: the loader's data set is a Subset.
+        ids: the samples of each batch: their indices, or hashes of their contents.
+        is_grad: a batch was taken while gradients were enabled.
+        is_ended: the loop has requested a batch after the last one.
+        is_trimmed: Accelerate has removed the padding from results.
+        num_backwards: backward passes while it was open, if `is_grad`.
+    """
+
+    dataset: int
+    length: int | None
+    num_batches: int | None
+    drop_last: bool = False
+    is_subset: bool = False
+    ids: list[list[int | str]] = []
+    is_grad: bool = False
+    is_ended: bool = False
+    is_trimmed: bool = False
+    num_backwards: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the pass reached the end of the loader. Lightning requests none after the last batch."""
+        return self.is_ended or len(self.ids) == self.num_batches
+
+    @property
+    def samples(self) -> list[int | str]:
+        """The ids of all batches."""
+        return [each for batch in self.ids for each in batch]
+
+    @property
+    def num_samples(self) -> int | None:
+        """The number of samples in its data set; None if it is not known."""
+        return len({*self.samples}) if self.length is None and self.is_complete else self.length
+
+
+class Update(msgspec.Struct):
+    """A step of an optimizer. Tensors are projected, see `plain_recorder`.
+
+    Attributes:
+        optimizer: its number.
+        num_elements: of its parameters, on this rank.
+        num_samples: of the backward passes since the last update; nan if it is not known.
+        computed: the gradient of this rank; None if it was not seen.
+        used: the gradient in `.grad`.
+        after: the weights.
+    """
+
+    optimizer: int
+    num_elements: int
+    num_samples: float
+    computed: list[float] | None
+    used: list[float]
+    after: list[float]
+
+
+class PlainRank(msgspec.Struct):
+    """The record of one rank.
+
+    Attributes:
+        passes: in the order in which they began.
+        updates: of all optimizers.
+        is_cut: the recorder has ended the script after the steps of the trial.
+    """
+
+    rank: int = -1
+    passes: list[Pass] = []
+    updates: list[Update] = []
+    is_cut: bool = False
+
+    @property
+    def num_steps(self) -> int:
+        """The largest number of updates of an optimizer."""
+        return max(Counter(update.optimizer for update in self.updates).values(), default=0)
+
+    def list_passes(self, *, is_training: bool) -> list[Pass]:
+        """Return its passes in order: those with backward passes, or the others."""
+        return [each for each in self.passes if each.ids and (each.num_backwards > 0) == is_training]
+
+
+def read_ranks(directory: Path) -> list[PlainRank]:
+    """Read the records of the processes that made an update, in the order of their ranks."""
+    paths = directory.glob("*.record")
+    ranks = [msgspec.msgpack.decode(read_bytes(path), type=PlainRank) for path in paths]
+    return sorted((each for each in ranks if each.updates), key=lambda each: each.rank)
+
 
 Runs = Mapping[int, Sequence[PlainRank]]  # number of ranks -> records of each
 Finding = tuple[str, str]  # OK, MISTAKE or UNSEEN, and a sentence

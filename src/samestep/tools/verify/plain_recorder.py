@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Subset
 from samestep.data.content import find_leaves, hash_content
 from samestep.files import replace_file
 from samestep.processes import Held, hold, wait_until
-from samestep.tools.verify.plain_record import Pass, PlainRank, Update
+from samestep.tools.verify.plain_checks import Pass, PlainRank, Update
 from samestep.torch_internals import LoaderIterator
 from samestep.world.environment import read_rank
 
