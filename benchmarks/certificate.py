@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import describe_machine, look_up_peak, print_table
+from common import count_flops_per_token, describe_machine, look_up_peak, print_table
 from ddp_and_fsdp2 import read_arguments
 
 import samestep
 from samestep.console import format_count, format_ranks
 from samestep.processes import running
-from samestep.recipes.models.gpt2 import GPT2
+from samestep.recipes.gpt import GPT2
 from samestep.snapshot.logs import count_records
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors
 from samestep.watch.records import LEDGER, read_status
@@ -183,7 +183,7 @@ class Machine:
         args, config = read_arguments(self.build_words(group)[1:])
         with torch.device("meta"):
             model = GPT2(config)
-        flops: float = args.batch_size * config.context * model.count_flops_per_token(config.context)
+        flops: float = args.batch_size * config.context * count_flops_per_token(model, config.context)
         return flops / (step_s * ranks * self.peak_flops)
 
 

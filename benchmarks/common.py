@@ -17,10 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from samestep.recipes.gpt import GPT2
+
 # Dense operations per second with 16 bits, by the maker.
 PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 Times = dict[str, list[float]]  # contestant -> seconds per step (or per call), one value per round
+
+
+def count_flops_per_token(model: GPT2, context: int) -> int:
+    """Floating-point operations of a forward and backward pass per token of sequences of `context`.
+
+    6 N + 12 L H Q T: PaLM (Chowdhery et al. 2022), appendix B. N counts all parameters except the position embedding,
+    which is only added; L H Q is `num_layers * width`. What activation checkpointing repeats does not count.
+    """
+    num_params = sum(param.numel() for param in model.parameters()) - model.wpe.weight.numel()
+    return 6 * num_params + 12 * model.config.num_layers * model.config.width * context
 
 
 @dataclass(frozen=True)

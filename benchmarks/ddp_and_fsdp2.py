@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.recipes import gpt
-from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config, TransformerBlock
+from samestep.recipes.gpt import GPT2, PRESETS, GPT2Config, TransformerBlock
 
 NUM_ROUNDS = 3
 

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samestep
-from samestep.recipes.digits import load_data
-from samestep.recipes.models.cnn import CNN
+from samestep.recipes.digits import CNN, load_data
 
 PLAIN, ACCUMULATING = "plain PyTorch loop", "plain loop, in 4"
 DEFAULT, DIRECTORY, README = "samestep, default", "with a directory", "README's script"

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from common import Times, build_contestant, build_parser, compute_ratio, measure, print_json, print_machine, print_table
 
 import samestep
-from samestep.recipes.digits import load_data
-from samestep.recipes.models.cnn import CNN
+from samestep.recipes.digits import CNN, load_data
 
 EVERY = 100  # Run's default
 TARGET = 0.005

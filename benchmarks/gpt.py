@@ -54,7 +54,7 @@ from samestep.plan.loop_plan import Task
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
 from samestep.recipes import build_schedule, gpt
-from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+from samestep.recipes.gpt import GPT2, PRESETS, GPT2Config
 from samestep.sources import TokenWindows
 
 OURS, BY_HAND, BY_HAND_FUSED = "samestep", "nanoGPT's loop", "the same, fused AdamW"

@@ -39,6 +39,7 @@ from common import (
     Times,
     build_parser,
     compute_ratio,
+    count_flops_per_token,
     judge,
     look_up_peak,
     measure,
@@ -52,7 +53,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import samestep
 from samestep.recipes import gpt
-from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+from samestep.recipes.gpt import GPT2, PRESETS, GPT2Config
 
 Row = tuple[str, str, str]  # what, figure, comparison
 EXACT, FAST_KERNELS, BY_HAND = "samestep, exact", "the same, any kernels", "nanoGPT's loop"
@@ -158,7 +159,7 @@ def measure_training(sizes: Sizes) -> list[Row]:
     times = measure(contestants, num_rounds=sizes.rounds, steps_per_block=sizes.steps)
     num_tokens = sizes.samples * sizes.config.context
     peak = None if sizes.quick else look_up_peak(torch.cuda.get_device_name())
-    flops = num_tokens * GPT2(sizes.config).count_flops_per_token(sizes.config.context)
+    flops = num_tokens * count_flops_per_token(GPT2(sizes.config), sizes.config.context)
     rows = []
     for contestant in contestants:
         name = contestant.name

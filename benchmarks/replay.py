@@ -24,8 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import samestep
 from samestep.engine.gradient_checksum import compute_checksum
-from samestep.recipes.digits import load_data
-from samestep.recipes.models.cnn import CNN
+from samestep.recipes.digits import CNN, load_data
 
 TARGET = 0.005  # of a step; one of `digits` takes about 20 ms
 STEP, CHECKSUM = "step", "checksum"

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from common import Times, build_parser, compute_ratio, print_json, print_machine, print_table
 
 import samestep
-from samestep.recipes.digits import load_data
-from samestep.recipes.models.cnn import CNN
+from samestep.recipes.digits import CNN, load_data
 
 BATCH_SIZE = 96
 EVERY = 100  # of the last row

@@ -18,7 +18,7 @@ from samestep.cli import COMMANDS
 pytestmark = pytest.mark.release
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 # Each module and package in these is a feature of its own if it is in none of the tables below.
-FOLDERS = ("adapters", "recipes", "recipes/models", "sources", "tools")
+FOLDERS = ("adapters", "recipes", "sources", "tools")
 # Feature -> its modules and packages, if they are several or not in FOLDERS.
 PARTS = {
     "second opinions": ["checks"],
@@ -28,9 +28,6 @@ PARTS = {
     "trackers": ["watch.tracker_services"],
     "doctor": ["tools.doctor", "tools.doctor_checks", "tools.examination"],
     "Lightning": ["adapters.lightning", "adapters.lightning_metrics"],
-    "recipe digits": ["recipes.digits", "recipes.models.cnn"],
-    "recipe images": ["recipes.images", "recipes.models.resnet"],
-    "recipe gpt": ["recipes.gpt", "recipes.models.gpt2"],
 }
 # The modules in FOLDERS that several features use.
 SHARED = {
@@ -41,7 +38,7 @@ SHARED = {
 }
 # Feature -> those without which its commands cannot start.
 NEEDS = {
-    "recipe gpt": ["sources.token_windows"],
+    "recipes.gpt": ["sources.token_windows"],
     "tools.report": ["tools.audit"],
 }
 

@@ -18,7 +18,7 @@ from support.runs import ask, check, digest, read_rows, samestep_command
 import samestep
 from samestep.errors import Error
 from samestep.recipes import gpt
-from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+from samestep.recipes.gpt import GPT2, PRESETS, GPT2Config
 from samestep.sources import TokenWindows
 
 SIZES = GPT2Config(vocabulary_size=50, context=12, num_layers=3, num_heads=2, width=16)

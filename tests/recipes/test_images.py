@@ -12,12 +12,9 @@ from support.runs import check, digest, read_rows, samestep_command
 from support.selection import one_in
 
 from samestep.errors import Error
-from samestep.recipes.models import resnet
 
 Image = pytest.importorskip("PIL.Image")
 from samestep.recipes import images  # noqa: E402 - it needs Pillow
-
-MODELS = Path(resnet.__file__).parent
 
 
 def write_photos(folder: Path, num_train: int = 15, num_val: int = 5) -> Path:
@@ -167,7 +164,7 @@ def test_crops_and_flips(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "num_weights"), [("resnet18", 11_689_512), ("resnet34", 21_797_672)])
 def test_models_have_the_published_sizes(name: str, num_weights: int) -> None:
-    model = resnet.build_resnet(name, 1000)
+    model = images.ResNet(images.ARCHITECTURES[name], 1000)
     assert sum(weight.numel() for weight in model.parameters()) == num_weights
     names = set(model.state_dict())
     assert {"conv1.weight", "bn1.running_mean", "layer2.0.downsample.0.weight", "layer4.1.bn2.bias", "fc.bias"} <= names
@@ -175,9 +172,9 @@ def test_models_have_the_published_sizes(name: str, num_weights: int) -> None:
 
 
 def test_the_model_normalizes_bytes() -> None:
-    model = resnet.build_resnet("tiny", 3).eval()
+    model = images.ResNet(images.ARCHITECTURES["tiny"], 3).eval()
     pixels = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
-    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (resnet.MEAN, resnet.STD))
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (images.MEAN, images.STD))
     torch.testing.assert_close(model(pixels), model((pixels / 255 - mean) / std), rtol=1e-4, atol=1e-4)
 
 

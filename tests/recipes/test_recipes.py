@@ -1,9 +1,9 @@
 """The recipes from the command line, and their parts."""
 
 import importlib
+import inspect
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +16,6 @@ from support.snapshots import read_snapshot
 
 from samestep.errors import Error, MissingPackage
 from samestep.recipes import build_schedule, digits, mlp
-from samestep.recipes.models import cnn
 from samestep.snapshot.store import Store
 
 
@@ -77,7 +76,7 @@ def test_digits_stops_early_and_its_best_weights_load_without_samestep(tmp_path:
     accuracies = [row["validation/accuracy"] for row in read_rows(run_dir) if "validation/accuracy" in row]
     assert len(accuracies) == accuracies.index(max(accuracies)) + 2 < 9
     ask("export", run_dir, tmp_path / "model.safetensors", "--snapshot", "best")
-    shutil.copy(cnn.__file__, tmp_path)
+    (tmp_path / "cnn.py").write_text(f"from torch import Tensor, nn\n\n{inspect.getsource(digits.CNN)}")
     _, held_out = digits.load_data()
     torch.save([held_out.images, held_out.digits], tmp_path / "held_out.pt")
     (tmp_path / "plain.py").write_text(

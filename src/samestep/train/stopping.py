@@ -26,8 +26,8 @@ from samestep.engine.passes import Reduced
 from samestep.errors import Error, PeerFailed, UsageError, WorkerDied, describe, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, write_failure
-from samestep.launch.rank_process import kept_signals, leave
-from samestep.processes import Held
+from samestep.launch.rank_process import kept_signals
+from samestep.processes import Held, leave
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train.run_state import RunState
