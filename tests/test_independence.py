@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 FOLDERS = ("adapters", "recipes", "sources", "tools")
 # Feature -> its modules and packages, if they are several or not in FOLDERS.
 PARTS = {
-    "second opinions": ["checks"],
+    "second opinions": ["second_opinion"],
     "copies on other nodes": ["snapshot.copies"],
     "runs at URLs": ["snapshot.mirror"],
     "TF_CONFIG": ["launch.tf_config"],

@@ -411,7 +411,7 @@ class RunConfig:
             "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; default: never",
             # Checked steps load further samples, so they are planned ahead.
             partial(parse_interval, allowed=("steps", "never")),
-            interceptor="samestep.checks.second_opinion:SecondOpinion",
+            interceptor="samestep.second_opinion:SecondOpinion",
         ),
     ]
     trackers: Annotated[

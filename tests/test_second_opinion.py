@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.checks.second_opinion import plan_checks
 from samestep.plan.tree import build_layout
+from samestep.second_opinion import plan_checks
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 10**6))
