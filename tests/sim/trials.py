@@ -36,11 +36,13 @@ CONSTANTS = {
 }
 # With steps of a minute: nearly all points would be looks and heartbeats of threads that find nothing.
 RARE_LOOKS = {
-    "snapshot.snapshotter._POLL_S": 7.0,
-    "launch.local_ranks.POLL_S": 7.0,
-    "watch.diagnosis.INTERVAL_S": 7.0,
-    "watch.diagnosis.FLOOR_S": 30.0,
+    "snapshot.snapshotter._POLL_S": 15.0,
+    "launch.local_ranks.POLL_S": 15.0,
+    "world.membership.NOTICE_S": 5.0,
+    "watch.stall_diagnosis.INTERVAL_S": 25.0,
+    "watch.stall_diagnosis.FLOOR_S": 100.0,
 }
+STUCK_AFTER_S = "600"
 
 
 class Violation(Exception):
@@ -161,6 +163,7 @@ class Laboratory:
         constants = {**CONSTANTS["routes", scenario.routes], **CONSTANTS["copies", scenario.copies]}
         if scenario.pace >= 60:
             constants |= RARE_LOOKS
+            options["stuck-after-s"] = STUCK_AFTER_S
         slow = choose.choice((0, 0, 0.02))
         machine = Machine(scheduler, self.pool, script, options, constants, pace=scenario.pace, slow=slow)
         progress = Progress(scenario.every)
