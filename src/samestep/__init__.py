@@ -9,7 +9,7 @@ from samestep.version import __version__
 _EXPORTS = {
     "Run": "samestep.train.run",
     "Step": "samestep.train.step",
-    "Epoch": "samestep.train.loops.loop",
+    "Epoch": "samestep.train.loop",
     "spawn": "samestep.launch.spawn",
     "TensorBoard": "samestep.watch.tracker_services",
     "WandB": "samestep.watch.tracker_services",
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from samestep.launch.spawn import spawn
-    from samestep.train.loops.loop import Epoch
+    from samestep.train.loop import Epoch
     from samestep.train.run import Run
     from samestep.train.step import Step
     from samestep.watch.tracker_services import MLflow, TensorBoard, WandB

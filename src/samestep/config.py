@@ -244,7 +244,7 @@ def _check_trackers(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The options of one run, checked. Built by `samestep.train.arguments.build_config`.
+    """The options of one run, checked. Built by `samestep.train.context.build_config`.
 
     Those without a default here are arguments of `samestep.Run`, which has their defaults. The others are set outside
     the script only.

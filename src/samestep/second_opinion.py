@@ -20,8 +20,7 @@ from samestep.engine.passes import Reduced
 from samestep.errors import Error, InvalidValue
 from samestep.plan.tree import build_layout
 from samestep.train.context import RunContext
-from samestep.train.determinism import describe_machine
-from samestep.train.generators import keeping_generators
+from samestep.train.determinism import describe_machine, keeping_generators
 from samestep.train.interception import Interceptor, LoopParts
 from samestep.train.step import Step
 from samestep.watch.replica_checksums import checksum, combine, find_drift, read_back

@@ -32,7 +32,7 @@ from samestep.data.spec import read_data_arguments
 from samestep.errors import Error, InvalidValue, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
-from samestep.train.generators import keeping_generators
+from samestep.train.determinism import keeping_generators
 
 CPU = torch.device("cpu")
 

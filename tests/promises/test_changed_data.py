@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import samestep
 from samestep.data.spec import DataSpec
-from samestep.train.inputs.samples import compare_run, read_samples
+from samestep.train.start import compare_run, read_samples
 
 
 def train(run_dir: Path, num_epochs: int, seed: int | None, prepare: dict[str, Any], num_workers: int = 0) -> int:

@@ -10,7 +10,7 @@ from support.tiny import Pairs, tiny_run
 from torch.optim import SGD
 
 import samestep
-from samestep.train.loops.run_metrics import learning_rates
+from samestep.train.metrics import learning_rates
 from samestep.train.objects import Objects
 
 

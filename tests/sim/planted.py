@@ -142,15 +142,15 @@ PLANTED = (
     ),
     # --- evaluations
     Planted(
-        "an evaluation has the scores of the first rank only", EVALUATE, "train/loops/evaluate.py",
+        "an evaluation has the scores of the first rank only", EVALUATE, "train/evaluate.py",
         "_merge(layout.sort(rows))", "_merge(rows[0])",
     ),
     Planted(
-        "an evaluation trains dropout", EVALUATE, "train/loops/evaluate.py",
+        "an evaluation trains dropout", EVALUATE, "train/evaluate.py",
         '                    _set("training", evaluating)', '                    _set("training", modes)',
     ),
     Planted(
-        "an evaluation leaves the modules in another mode", EVALUATE, "train/loops/evaluate.py",
+        "an evaluation leaves the modules in another mode", EVALUATE, "train/evaluate.py",
         '            _set("training", modes)\n            _set("grad", gradients)',
         '            _set("grad", gradients)',
     ),
@@ -222,7 +222,7 @@ PLANTED = (
         "(rows, metrics, point.metrics_bytes)", "(rows, metrics, metrics.flush())",
     ),
     Planted(
-        "a row of an epoch that will run again is written", METRICS, "train/loops/loop.py",
+        "a row of an epoch that will run again is written", METRICS, "train/loop.py",
         "self.is_cut = self._state.steps_done < end", "pass",
     ),
     Planted(
@@ -255,7 +255,7 @@ PLANTED = (
         "optimizer.state[param] = _with_dtypes(", "_with_dtypes(", test="promises/test_resume.py",
     ),
     Planted(
-        "the body after an epoch is not seeded", SAME_BITS, "train/loops/loop.py",
+        "the body after an epoch is not seeded", SAME_BITS, "train/loop.py",
         "        seed_all(derive(self._context.config.seed, purpose, step=number))\n", "",
     ),
     Planted(
@@ -313,7 +313,7 @@ PLANTED = (
         "state.set_script(prepared.restore_again(context))", "pass", "kill_all", "phases",
     ),
     Planted(
-        "the lines after a loop are not seeded", SAME_BITS, "train/loops/loop.py",
+        "the lines after a loop are not seeded", SAME_BITS, "train/loop.py",
         '        self._seed_body("after", state.steps_done)\n', "", "kill_all", "phases",
     ),
     Planted(
@@ -321,7 +321,7 @@ PLANTED = (
         "if has_run or will_run_again:", "if will_run_again:", "kill_all", "phases",
     ),
     Planted(
-        "a rank keeps its own random numbers when rank 0 has drawn alone", SAME_BITS, "train/generators.py",
+        "a rank keeps its own random numbers when rank 0 has drawn alone", SAME_BITS, "train/determinism.py",
         "    if states is not None:\n        _set_states(states)\n", "", "", "phases",
     ),
     # --- healing

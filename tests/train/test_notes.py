@@ -5,7 +5,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from samestep.train.loops.notes import notify_launcher
+from samestep.train.context import notify_launcher
 from samestep.world.environment import OUTCOME, Outcome, read_environment
 
 

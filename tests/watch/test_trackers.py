@@ -18,7 +18,7 @@ import samestep
 from samestep.config import OPTIONS
 from samestep.errors import Error
 from samestep.snapshot.run_record import StartOptions, build_record
-from samestep.train.description import read_commit
+from samestep.train.start import read_commit
 from samestep.watch import trackers as trackers_module
 from samestep.watch.tracker_services import MLflow, TensorBoard, WandB
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers

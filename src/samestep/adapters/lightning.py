@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from samestep import InvalidType, InvalidValue, Run, UsageError
 from samestep.adapters.lightning_metrics import Metrics, is_metric
-from samestep.train.loops.evaluate import PerMicroBatch
+from samestep.train.evaluate import PerMicroBatch
 
 __all__ = ["fit", "test", "validate"]
 

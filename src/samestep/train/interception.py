@@ -15,7 +15,7 @@ from samestep.engine.passes import Gradients
 from samestep.errors import InvalidValue
 from samestep.plan.memory import ParamSize
 from samestep.train.context import RunContext
-from samestep.train.inputs.loop_data import LoopData
+from samestep.train.loop_data import LoopData
 from samestep.train.step import StepInterceptor
 from samestep.watch.beats import PhaseClock
 from samestep.world.environment import TRACE

@@ -33,7 +33,6 @@ from samestep.train.objects import (
     refuse_shared_memory,
 )
 from samestep.train.restoring import SnapshotContents
-from samestep.train.run_state import RunState
 from samestep.train.sharded_init import ShardedInit, is_partial
 from samestep.train.step import Step, StepObserver
 
@@ -81,6 +80,7 @@ class Prepared:
         point: where the run resumed.
         shard_blocks: as for `Run.prepare`.
         order: the number of each parameter in the models, by id.
+        interceptors: change what the run does.
     """
 
     objects: Objects
@@ -95,6 +95,7 @@ class Prepared:
     point: ResumePoint
     shard_blocks: Blocks | None
     order: Mapping[int, int]
+    interceptors: Sequence[Interceptor]
 
     def sort(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Sort parameters as in the models: the script's order, such as of a set, may decide no bits.
@@ -116,7 +117,6 @@ class Prepared:
 def prepare_objects(
     objects: Objects,
     context: RunContext,
-    state: RunState,
     interceptors: Sequence[Interceptor],
     sharded_init: ShardedInit,
     *,
@@ -174,7 +174,7 @@ def prepare_objects(
         read = _read(saved, divided)
         meta = point.meta or {}
         contents.restore(read, meta.get("settings", {}), overrides=overrides)
-        state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
+        context.state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
     if divided is not None:  # the optimizers' settings are those of the run now
         divided.check_optimizers()
     gradients = Gradients(
@@ -194,12 +194,13 @@ def prepare_objects(
         contents=contents,
         gradients=gradients,
         divided=divided,
-        misuse=MisuseChecks(objects, optimizers, state, divides=context.world_size > 1),
+        misuse=MisuseChecks(objects, optimizers, context.state, divides=context.world_size > 1),
         parameters=TrainedParameters(objects, optimizers, gradients),
         replicas=ReplicaChecks(objects, group, config.compare_every, has_divided_state=shard is not None),
         point=point,
         shard_blocks=shard_blocks,
         order={id(param): number for number, param in enumerate(objects.name_params().values())},
+        interceptors=interceptors,
     )
 
 
@@ -234,13 +235,11 @@ def measure_sizes(objects: Objects, blocks: Blocks | None) -> list[ParamSize]:
         for optimizer in objects.optimizers.values()
         for param in list_params(optimizer)
     }
+    found = [block for module in objects.modules.values() for block in find_blocks(module, blocks)]
     homes: dict[int, int] = {}
-    num_blocks = OUTSIDE
-    for module in objects.modules.values():
-        for block in find_blocks(module, blocks):
-            num_blocks += 1
-            for param in block.parameters():
-                homes.setdefault(id(param), num_blocks)
+    for number, block in enumerate(found, start=OUTSIDE + 1):
+        for param in block.parameters():
+            homes.setdefault(id(param), number)
     sizes = []
     for param in objects.name_params().values():
         tensors = list_tensors(states.get(id(param)))

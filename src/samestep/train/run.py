@@ -17,20 +17,18 @@ from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.snapshot.location import open_location
 from samestep.train import calls
-from samestep.train.arguments import build_config
-from samestep.train.context import RunContext
-from samestep.train.determinism import fix_kernels, use_tf32
-from samestep.train.generators import call_on_rank_0
-from samestep.train.inputs.loop_data import Sampler, open_loop_data
+from samestep.train.context import RunContext, build_config
+from samestep.train.determinism import call_on_rank_0, fix_kernels, use_tf32
+from samestep.train.evaluate import Evaluator
 from samestep.train.interception import find_requests, read_request
-from samestep.train.loops.evaluate import Evaluator
-from samestep.train.loops.loop import Epoch, Loop
-from samestep.train.loops.services import Services
+from samestep.train.loop import Epoch, Loop
+from samestep.train.loop_data import Sampler, open_loop_data
 from samestep.train.objects import Objects, check_objects, find_params
 from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
 from samestep.train.restoring import restore_models
 from samestep.train.run_state import RunState
+from samestep.train.services import Services
 from samestep.train.sharded_init import ShardedInit
 from samestep.train.step import Step, collect_values
 from samestep.train.stopping import report_errors
@@ -169,11 +167,12 @@ class Run:
             self._say,
             location,
             hide_secrets(config or {}),
+            RunState(),
         )
         self._context = context
-        self._state = RunState()
+        self._state = context.state
         delivery = Trackers(() if is_trial else settings.trackers, self._say)
-        self._services = Services(context, self._state, self._progress, delivery)
+        self._services = Services(context, self._progress, delivery)
         self._interceptors = [each.kind(context, each.options) for each in [*find_requests(settings), *requests]]
         self._old_params = find_params()
         self._prepared: Prepared | None = None
@@ -337,7 +336,6 @@ class Run:
         prepared = prepare_objects(
             named,
             self._context,
-            self._state,
             self._interceptors,
             self._sharded_init,
             override=override,
@@ -499,7 +497,7 @@ class Run:
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         prepared = self._check_prepared("run.evaluate")
-        evaluator = Evaluator(self._context, self._state, prepared, self._services)
+        evaluator = Evaluator(self._context, prepared, self._services)
         return evaluator.evaluate(
             score, data, collate_fn=collate_fn, num_workers=num_workers, micro_batch_size=micro_batch_size
         )
@@ -751,7 +749,7 @@ class Run:
             epoch_length=self._state.find_epoch_length(),
             **arguments,
         )
-        self._loop = open_loop(opened, self._context, self._state, prepared, self._services, self._interceptors)
+        self._loop = open_loop(opened, self._context, prepared, self._services)
         return self._loop
 
     def _check_call(self, what: str, instead: str) -> None:

@@ -13,7 +13,7 @@ from samestep.plan.loop_plan import LoopPlan
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different
-from samestep.train.inputs.loop_data import LoopData
+from samestep.train.loop_data import LoopData
 
 AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
 

@@ -23,8 +23,8 @@ from samestep.processes import leave
 from samestep.snapshot.async_copy import is_finite
 from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
-from samestep.train.description import describe_script, read_commit
 from samestep.train.determinism import describe_machine
+from samestep.train.start import describe_script, read_commit
 from samestep.train.step import Step
 
 MAX_NORMS = 1000  # parameters in the result

@@ -24,7 +24,7 @@ from samestep.snapshot.serialization import digest_of, encode
 from samestep.tools.tracer import Tracer
 from samestep.torch_internals import gather_whole
 from samestep.train.context import RunContext
-from samestep.train.generators import NUMPY_GENERATOR, PYTHON_GENERATOR, read_generator
+from samestep.train.determinism import NUMPY_GENERATOR, PYTHON_GENERATOR, read_generator
 from samestep.train.interception import Interceptor
 from samestep.train.step import Step
 

@@ -11,9 +11,8 @@ from samestep.errors import InvalidValue
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
 from samestep.train.context import RunContext
-from samestep.train.generators import keeping_generators
-from samestep.train.inputs.loop_data import LoopData
-from samestep.train.run_state import RunState
+from samestep.train.determinism import keeping_generators
+from samestep.train.loop_data import LoopData
 
 
 class Feed:
@@ -33,7 +32,6 @@ class Feed:
         self,
         context: RunContext,
         data: LoopData,
-        state: RunState,
         borrow: Callable[[int, int], Sequence[int]] | None,
         *,
         has_steps: bool,
@@ -41,10 +39,10 @@ class Feed:
         self.data = data
         self.plan = data.plan
         self._context = context
-        self._state = state
+        self._state = context.state
         self._borrow = borrow
-        self._loaded_end = state.steps_done  # the step up to which the loader has the samples
-        self._loader_begin = state.steps_done  # the first step of the loader's micro-batches
+        self._loaded_end = context.state.steps_done  # the step up to which the loader has the samples
+        self._loader_begin = context.state.steps_done  # the first step of the loader's micro-batches
         self._is_closed = False
         if has_steps:
             self._find_orders()

@@ -16,7 +16,6 @@ from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
 from samestep.train.objects import Objects
 from samestep.train.prepared import Prepared
-from samestep.train.run_state import RunState
 from samestep.train.step import Step, StepObserver
 from samestep.watch.beats import describe_spent, share_spent
 from samestep.watch.progress import Progress
@@ -30,9 +29,9 @@ class RunMetrics(StepObserver):
         partial_checksums: those of this rank's part of the gradients.
     """
 
-    def __init__(self, context: RunContext, state: RunState, progress: Progress, trackers: Trackers) -> None:
+    def __init__(self, context: RunContext, progress: Progress, trackers: Trackers) -> None:
         self._context = context
-        self._state = state
+        self._state = context.state
         self._progress = progress
         self._trackers = trackers
         self._info: TrackerInfo | None = None

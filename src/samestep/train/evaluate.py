@@ -23,9 +23,8 @@ from samestep.plan.sizes import Span, check_positive
 from samestep.plan.tree import Layout
 from samestep.train import calls
 from samestep.train.context import RunContext
-from samestep.train.loops.services import Services
 from samestep.train.prepared import Prepared
-from samestep.train.run_state import RunState
+from samestep.train.services import Services
 from samestep.world.transport import describe_failure, read_outcomes
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
@@ -40,9 +39,9 @@ class PerMicroBatch(NamedTuple):
 class Evaluator:
     """Scores data sets with the models of one run."""
 
-    def __init__(self, context: RunContext, state: RunState, prepared: Prepared, services: Services) -> None:
+    def __init__(self, context: RunContext, prepared: Prepared, services: Services) -> None:
         self._context = context
-        self._state = state
+        self._state = context.state
         self._modules = prepared.objects.modules
         self._gradients = prepared.gradients
         self._clock = services.watchdog

@@ -12,14 +12,13 @@ from samestep.errors import Error, UsageError
 from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.train import calls
-from samestep.train.context import RunContext
-from samestep.train.loops.feed import Feed
-from samestep.train.loops.notes import drop_note, note_begun, notify_launcher
-from samestep.train.loops.services import Services
+from samestep.train.context import RunContext, notify_launcher
+from samestep.train.feed import Feed
 from samestep.train.prepared import Prepared
-from samestep.train.run_state import MetricsTally, RunState
+from samestep.train.run_state import MetricsTally
+from samestep.train.services import Services
 from samestep.train.step import Observers, Step, StepParts
-from samestep.world.environment import OUTCOME, Outcome, advise
+from samestep.world.environment import OUTCOME, Outcome
 
 
 class Epoch:
@@ -99,14 +98,9 @@ class Loop:
     """
 
     def __init__(
-        self,
-        context: RunContext,
-        state: RunState,
-        prepared: Prepared,
-        services: Services,
-        feed: Feed,
-        observers: Observers,
+        self, context: RunContext, prepared: Prepared, services: Services, feed: Feed, observers: Observers
     ) -> None:
+        state = context.state
         self._context = context
         self._state = state
         self._prepared = prepared
@@ -229,11 +223,11 @@ class Loop:
         self._services.watchdog.begin()
         if loop.is_further:
             location.write_status("running", "", None)
-            drop_note(context.environment, OUTCOME)
+            notify_launcher(context.environment, OUTCOME, "")
         elif location.directory is not None:
             restart = context.environment.restart
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=context.world_size)
-        note_begun(context)
+        context.note_begun()
         context.group.announce_ready()  # rank 0 has done what no other rank does again
         calls.wait_for_call(context.group, self._services.stopping.call)
 
@@ -311,7 +305,7 @@ class Loop:
                 self._context.say(f"stopped at step {state.steps_done}: {reason}")
             self._end("stopped" if reason else "done", reason)
             notify_launcher(self._context.environment, OUTCOME, Outcome.FINISHED.value)
-            note_begun(self._context, is_done=True)
+            self._context.note_begun(is_done=True)
         state.end_loop(self._plan)
         self._seed_body("after", state.steps_done)
 
@@ -340,16 +334,6 @@ class Loop:
         services.watchdog.close()
         services.metrics.finish(rows, status)
         services.stopping.signals.restore()
-
-    def explain_end(self) -> tuple[str, str]:
-        """Describe why the loop has no step left, and how to train it longer."""
-        steps_done = self._state.steps_done
-        last_step = self._state.loop.last_step
-        if steps_done < last_step:
-            return f"run.stop() has ended it after step {steps_done}", f"start with {advise(resume=steps_done)}"
-        is_cut = last_step == self._context.config.max_steps
-        more = "a larger max_steps" if is_cut else "more steps" if self._plan.is_endless else "more epochs"
-        return f"{steps_done} of {last_step} steps are done", f"ask for {more}"
 
     def check_not_left(self) -> None:
         """Raise Error if the script left one of the loops before its end."""

@@ -10,8 +10,7 @@ from samestep.processes import Held, hold
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
 from samestep.train.context import RunContext
-from samestep.train.loops.run_metrics import RunMetrics
-from samestep.train.run_state import RunState
+from samestep.train.metrics import RunMetrics
 from samestep.train.stopping import Stopping, StopSignals, describe_failure, shared
 from samestep.train.watchdog import Watchdog
 from samestep.watch.progress import Progress
@@ -28,16 +27,15 @@ class Services(Held):
         metrics: records steps and rows of metrics, and shows progress.
     """
 
-    def __init__(self, context: RunContext, state: RunState, progress: Progress, trackers: Trackers) -> None:
+    def __init__(self, context: RunContext, progress: Progress, trackers: Trackers) -> None:
         self._context = context
-        self._state = state
         self._progress = progress
         gather = partial(calls.gather_after_step, context.group)
         self.snapshotter = Snapshotter(context.config.snapshot_every, context.location, context.say, gather)
         signals = StopSignals(context.environment, progress.say, is_on=context.location.path is not None)
-        self.watchdog = Watchdog(context, state)
-        self.stopping = Stopping(state, self.snapshotter, self.watchdog, signals)
-        self.metrics = RunMetrics(context, state, progress, trackers)
+        self.watchdog = Watchdog(context, context.state)
+        self.stopping = Stopping(context.state, self.snapshotter, self.watchdog, signals)
+        self.metrics = RunMetrics(context, progress, trackers)
         self._is_open = True
         self._conclude: Callable[[], Error | None] = lambda: None
         if context.environment.run_number:
@@ -72,7 +70,7 @@ class Services(Held):
             return
         error = self._conclude() if failure is None else None  # before this run counts as closed, see `note`
         self._is_open = False
-        if not self._state.is_in_loop:
+        if not self._context.state.is_in_loop:
             self.snapshotter.drop_names("run.snapshot was called outside of a loop; call it in the body of the loop")
         self._progress.close()
         environment = self._context.environment

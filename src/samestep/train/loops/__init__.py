@@ -1,1 +1,0 @@
-"""The loop over epochs and steps, its metrics, and evaluations."""
