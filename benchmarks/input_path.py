@@ -27,7 +27,7 @@ import samestep
 from samestep.data.loader import Loader
 from samestep.plan.tree import Layout, build_layout
 from samestep.sources import WebDataset, open_tokens
-from samestep.train.inputs.loop_data import LoopData, open_loop_data
+from samestep.train.loop_data import LoopData, open_loop_data
 
 SHAPE, CONTEXT, MICRO_BATCH_SIZE = (3, 64, 64), 256, 64
 OURS, PLAIN = "samestep", "DataLoader"

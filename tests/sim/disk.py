@@ -65,7 +65,7 @@ class Disk:
         if task is None or not self.holds(arguments[0]) or not self._scheduler.is_current(task.process):
             return
         path = os.fspath(arguments[0])
-        self._scheduler.point(task.process, f"{event} {path[len(self._prefix) :]}")
+        task.process.point(f"{event} {path[len(self._prefix) :]}")
         is_new = event == "open" and isinstance(arguments[2], int) and arguments[2] & _CREATING
         if event == "os.mkdir" or (is_new and not os.path.exists(path)):
             self.check_space(task.process)
@@ -153,13 +153,13 @@ def build_open(get_process: Callable[[], Process], get_disk: Callable[[], Disk])
 
         def write(self, data: Any) -> int:
             process = get_process()
-            process.scheduler.point(process, "write")
+            process.point("write")
             get_disk().check_space(process)
             return super().write(data)
 
         def truncate(self, size: int | None = None) -> int:
             process = get_process()
-            process.scheduler.point(process, "truncate")
+            process.point("truncate")
             return super().truncate(size)
 
     def open_file(

@@ -1,4 +1,4 @@
-"""Runs simulated scenarios from random seeds, and shrinks one that fails: `make sim`."""
+"""Runs simulated scenarios from random seeds, and prints one that fails: `make sim`."""
 
 import argparse
 import os
@@ -12,11 +12,8 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sim.pinned import PINNED
-from sim.scenarios import Scenario, plan
+from sim.scenarios import PINNED, Scenario, plan
 from sim.trials import Laboratory
-
-SHRINK_S = 60.0
 
 
 def main() -> int:
@@ -24,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="of the first scenario; the next ones count up; default: random")
     parser.add_argument("--minutes", type=float, default=1.0, help="start no new scenario after this; default: 1")
-    parser.add_argument("--pinned", action="store_true", help="first run those of pinned.py")
+    parser.add_argument("--pinned", action="store_true", help="first run the pinned ones")
     parser.add_argument("--scenario", help="run only this one, as printed for a failure")
     parser.add_argument("--verbose", action="store_true", help="print each scenario, and what has happened in it")
     options = parser.parse_args()
@@ -56,15 +53,13 @@ def _run_one(laboratory: Laboratory, scenario: Scenario, options: argparse.Names
         return 0
     except Exception as problem:
         print(f"FAILED {scenario}\n  {type(problem).__name__}: {str(problem)[:1500]}", flush=True)
+        print(f"  again: make sim ARGS=\"--scenario '{scenario}'\"", flush=True)
         if options.verbose:
             traceback.print_exc()
+        return 1
     finally:
         if options.verbose:
             print("\n".join(laboratory.history))
-    deadline_s = time.monotonic() + SHRINK_S
-    shrunk = laboratory.shrink(scenario, lambda: time.monotonic() > deadline_s)
-    print(f"  again: make sim ARGS=\"--scenario '{shrunk}'\"", flush=True)
-    return 1
 
 
 if __name__ == "__main__":

@@ -13,47 +13,43 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sim.disk import Disk
-from sim.fork_server import build_fork_server
 from sim.network import Distributed, LocalSockets, connect
+from sim.planted import SOURCE, Planted
 from sim.scheduler import Process
-from sim.standard_library import Facade, build_modules
+from sim.standard_library import EPOCH_S, Facade, build_modules
 
 if TYPE_CHECKING:
     from sim.machine import Machine
 
-SOURCE = Path(__file__).parents[2] / "src"
 _STATE = (
     list, dict, set, itertools.count, weakref.WeakSet, weakref.WeakValueDictionary, bool, int, float, str, type(None),
 )  # fmt: skip
 
 
 @functools.cache
-def _compile(name: str) -> tuple[CodeType, str, bool] | None:
+def _compile(name: str, planted: Planted | None = None) -> tuple[CodeType, str, bool] | None:
     """Return the code of a module, its file, and whether it is a package; None if there is none."""
-    base = SOURCE / name.replace(".", "/")
+    base = SOURCE.parent / name.replace(".", "/")
     for path, is_package in ((base / "__init__.py", True), (base.with_suffix(".py"), False)):
         if path.exists():
-            return compile(path.read_text(), str(path), "exec", dont_inherit=True), str(path), is_package
+            text = path.read_text()
+            if planted is not None:
+                text = text.replace(planted.old, planted.new)
+            return compile(text, str(path), "exec", dont_inherit=True), str(path), is_package
     return None
-
-
-def _list_functions(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of all functions in a module's code."""
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield each
-            yield from _list_functions(each)
 
 
 class Instance:
     """A copy of samestep's modules.
+
+    Args:
+        planted: a fault that it has.
 
     Attributes:
         process: whose modules they are now.
@@ -63,7 +59,8 @@ class Instance:
     process: Process
     machine: "Machine"
 
-    def __init__(self) -> None:
+    def __init__(self, planted: Planted | None) -> None:
+        self._planted = planted
         self.distributed = Distributed()
         self._modules: dict[str, ModuleType] = {}
         self._initial: dict[str, dict[str, tuple[Any, Any]]] = {}  # module -> variable -> value, and a copy of it
@@ -117,7 +114,8 @@ class Instance:
         parent, _, last = name.rpartition(".")
         if parent:
             self.load(parent)
-        found = _compile(name)
+        is_planted = self._planted is not None and self._planted.module == name
+        found = _compile(name, self._planted if is_planted else None)
         if found is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         code, path, is_package = found
@@ -158,7 +156,7 @@ class Instance:
         elif name == "samestep.processes":
             module.run_captured = _refuse_program
         elif name == "samestep.launch.forkserver":
-            module.ForkServer = build_fork_server(self)
+            module.ForkServer = _build_fork_server(self)
 
     def _with_modules(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Let a function of pickle find the classes of this copy."""
@@ -179,18 +177,6 @@ class Instance:
     def _break_connections(self) -> None:
         for endpoint in self.process.endpoints:
             endpoint.is_broken = True
-
-    def owns(self, function: FunctionType) -> bool:
-        """Whether a function belongs to one of the modules."""
-        module = self._modules.get(function.__module__)
-        return module is not None and function.__globals__ is module.__dict__
-
-    def clear_caches(self) -> None:
-        """Forget the results of functions with `functools.cache`."""
-        for module in self._modules.values():
-            for value in vars(module).values():
-                if isinstance(value, functools._lru_cache_wrapper):
-                    value.cache_clear()
 
     def set_constants(self, values: Mapping[str, Any]) -> None:
         """Set constants until the process ends: "module.NAME" -> value. Also where they were imported."""
@@ -222,6 +208,49 @@ class Instance:
             return simulated if names or not rest else Facade(sys.modules[root], **{rest: simulated})
         module = builtins.__import__(name, globals, locals, names, level)
         return module if names or root not in self._simulated else self._simulated[root]
+
+
+def _build_fork_server(own: Instance) -> type:
+    """Build the class of the fork server of a launcher: it starts ranks, signals them, and reports their ends."""
+
+    class ForkServer:
+        def __init__(self, *, fork: bool = False) -> None:
+            self._ranks: dict[int, Process] = {}
+            self._signals: dict[int, list[int]] = {}  # those that each rank was sent
+            self._events: deque[dict[str, Any]] = deque()
+
+        def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
+            for spec in ranks:
+                rank = spec["rank"]
+                self._ranks[rank] = own.machine.start_rank(rank, variables=spec["variables"], **common)
+                self._signals[rank] = []
+            self._events.append({"started": {rank: process.pid for rank, process in self._ranks.items()}})
+
+        def signal(self, signum: int, spared: Sequence[int] = ()) -> None:
+            own.process.check()
+            for rank, process in self._ranks.items():
+                if rank in spared:
+                    continue
+                self._signals[rank].append(signum)
+                process.receive(signum)
+
+        def receive(self, timeout_s: float) -> dict[str, Any] | None:
+            scheduler = own.process.scheduler
+            own.process.wait(lambda: self._events or self._find_ended(), timeout_s, "launcher")
+            for rank in self._find_ended():
+                code = self._ranks.pop(rank).code
+                ended = {"rank": rank, "code": code, "signals": self._signals.pop(rank)}
+                self._events.append({**ended, "time_s": EPOCH_S + scheduler.now_s})
+            return self._events.popleft() if self._events else None
+
+        def _find_ended(self) -> list[int]:
+            return [rank for rank, process in self._ranks.items() if process.has_ended]
+
+        def close(self) -> None:
+            for process in self._ranks.values():
+                process.end(-9)
+
+    return ForkServer
 
 
 def _ignore(_: Any) -> None:
@@ -265,55 +294,16 @@ def _restore(value: Any, content: Any) -> Any:
 
 
 class Pool:
-    """Instances, for reuse: to import one takes as long as hundreds of steps."""
+    """Instances, for reuse: to import one takes as long as hundreds of steps. `planted`: a fault that they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, planted: Planted | None = None) -> None:
+        self._planted = planted
         self._free: list[Instance] = []
-        self._all: list[Instance] = []
 
     def take(self) -> Instance:
         """Take one, a new one if there is none."""
-        if not self._free:
-            self._free.append(Instance())
-            self._all += self._free
-        return self._free.pop()
+        return self._free.pop() if self._free else Instance(self._planted)
 
     def give_back(self, instance: Instance) -> None:
         """Return one whose process has ended."""
         self._free.append(instance)
-
-    @contextmanager
-    def changed(self, file: str, old: str, new: str) -> Iterator[None]:
-        """Replace a text in the functions of all instances, for the block.
-
-        Args:
-            file: below src/samestep. It has `old` once.
-
-        Raises:
-            ValueError: the text is in no function.
-        """
-        path = SOURCE / "samestep" / file
-        code = compile(path.read_text().replace(old, new), str(path), "exec", dont_inherit=True)
-        wrong = {each.co_qualname: each for each in _list_functions(code)}
-        gc.unfreeze()  # else the functions are not listed
-        before = [
-            (each, each.__code__)
-            for each in gc.get_objects()
-            if isinstance(each, FunctionType)
-            and each.__code__ != wrong.get(each.__code__.co_qualname, each.__code__)
-            and each.__code__.co_filename == str(path)
-            and any(instance.owns(each) for instance in self._all)
-        ]
-        if not before:
-            raise ValueError("the change is in no function")
-        try:
-            self._set_code([(function, wrong[code.co_qualname]) for function, code in before])
-            yield
-        finally:
-            self._set_code(before)
-
-    def _set_code(self, functions: Sequence[tuple[FunctionType, CodeType]]) -> None:
-        for function, code in functions:
-            function.__code__ = code
-        for instance in self._all:
-            instance.clear_caches()

@@ -6,7 +6,7 @@ A rank that dies has reached only some of the others.
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class StoreHandle:
         self._process = process
 
     def _name(self, what: str, key: str) -> str:
-        self._process.scheduler.point(self._process, f"store.{what} {key}")
+        self._process.point(f"store.{what} {key}")
         self._check_open()
         return self.prefix + key
 
@@ -60,7 +60,7 @@ class StoreHandle:
         def is_over() -> bool:
             return self.store.host.is_dead or all(name in self.store.entries for name in names)
 
-        if not self._process.scheduler.wait(self._process, is_over, GET_S, f"store.wait {keys[0]}"):
+        if not self._process.wait(is_over, GET_S, f"store.wait {keys[0]}"):
             raise real.DistStoreError("wait timeout")
         self._check_open()
         return [self.store.entries[name] for name in names]
@@ -86,7 +86,7 @@ class Endpoint:
         self.is_closed = False
         self.is_broken = False  # by samestep, to end the waits
         self.inbox: dict[tuple[int, int], deque[Send]] = defaultdict(deque)
-        self.posted: dict[tuple[int, int], deque[Receive]] = defaultdict(deque)
+        self.posted: dict[tuple[int, int], deque[Recv]] = defaultdict(deque)
         self.streams: dict[int, bytearray] = defaultdict(bytearray)
         self.num_broadcasts = 0
         ring.endpoints[rank] = self
@@ -123,60 +123,57 @@ class Ring:
         self.broadcasts: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)  # number -> rank -> what it gets
 
 
-class Send:
-    """A message, and the handle of its isend.
+class Transfer:
+    """A message on its way, for one of its ends: the handle that isend or irecv returns."""
 
-    Its bytes are read when it is sent or when it is received, as the seed decides: gloo promises neither.
-    """
-
-    def __init__(
-        self, own: Endpoint, peer: int, tag: int, tensor: torch.Tensor, ready_s: float, *, is_eager: bool
-    ) -> None:
-        self.source = tensor.data.clone() if is_eager else tensor.data
-        self.ready_s = ready_s
-        self.is_done = self.is_lost = False
-        self._own = own
-        self._peer = peer
-        self._tag = tag
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        own = self._own
-        other = own.ring.endpoints[self._peer]
-
-        def is_over() -> bool:
-            if not (other.is_gone or own.is_broken):
-                other.deliver(own.rank, self._tag)
-            return self.is_done or self.is_lost or other.is_gone or own.is_broken
-
-        own.process.scheduler.wait(own.process, is_over, None, f"send.wait {self._peer}")
-        if not self.is_done:
-            raise RuntimeError(f"[simulated gloo] Connection closed by peer {self._peer}")
-        return True
-
-
-class Receive:
-    """The handle of an irecv."""
-
-    def __init__(self, own: Endpoint, peer: int, tag: int, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, own: Endpoint, peer: int, tag: int) -> None:
         self.is_done = False
         self._own = own
         self._peer = peer
         self._tag = tag
 
+    @property
+    def other(self) -> Endpoint:
+        return self._own.ring.endpoints[self._peer]
+
+    def is_over(self) -> bool:
+        """Whether it is done, or never will be."""
+        raise NotImplementedError
+
     def wait(self, timeout: timedelta | None = None) -> bool:
-        own = self._own
-        other = own.ring.endpoints[self._peer]
-
-        def is_over() -> bool:
-            if not own.is_broken:
-                own.deliver(self._peer, self._tag)
-            return self.is_done or own.is_broken or (other.is_gone and not own.inbox[self._peer, self._tag])
-
-        own.process.scheduler.wait(own.process, is_over, None, f"recv.wait {self._peer}")
+        self._own.process.wait(self.is_over, None, f"{type(self).__name__.lower()}.wait {self._peer}")
         if not self.is_done:
             raise RuntimeError(f"[simulated gloo] Connection closed by peer {self._peer}")
         return True
+
+
+class Send(Transfer):
+    """Its bytes are read when it is sent or when it is received, as the seed decides: gloo promises neither."""
+
+    def __init__(
+        self, own: Endpoint, peer: int, tag: int, tensor: torch.Tensor, ready_s: float, *, is_eager: bool
+    ) -> None:
+        super().__init__(own, peer, tag)
+        self.source = tensor.data.clone() if is_eager else tensor.data
+        self.ready_s = ready_s
+        self.is_lost = False
+
+    def is_over(self) -> bool:
+        if not (self.other.is_gone or self._own.is_broken):
+            self.other.deliver(self._own.rank, self._tag)
+        return self.is_done or self.is_lost or self.other.is_gone or self._own.is_broken
+
+
+class Recv(Transfer):
+    def __init__(self, own: Endpoint, peer: int, tag: int, tensor: torch.Tensor) -> None:
+        super().__init__(own, peer, tag)
+        self.tensor = tensor
+
+    def is_over(self) -> bool:
+        own = self._own
+        if not own.is_broken:
+            own.deliver(self._peer, self._tag)
+        return self.is_done or own.is_broken or (self.other.is_gone and not own.inbox[self._peer, self._tag])
 
 
 class Network:
@@ -201,29 +198,6 @@ class Network:
         """Return the ring of this key, which the first endpoint creates."""
         return self._rings.setdefault(key, Ring(size))
 
-    def join(self, process: Process, key: object, rank: int, size: int, limit_s: float) -> Endpoint:
-        """Join a group, and wait for all of its ranks."""
-        ring = self.find_ring(key, size)
-        own = Endpoint(process, ring, rank)
-
-        def is_over() -> bool:
-            return len(ring.endpoints) == size or any(each.is_gone for each in ring.endpoints.values())
-
-        self.scheduler.wait(process, is_over, limit_s, "join")
-        if len(ring.endpoints) < size or any(each.is_gone for each in ring.endpoints.values()):
-            own.is_closed = True
-            raise real.DistNetworkError("not all ranks have come")
-        return own
-
-    def draw_delay_s(self) -> float:
-        """Return how late a message comes."""
-        choose = self.scheduler.random
-        return choose.expovariate(100.0) if choose.random() < self.slow else 0.0
-
-
-class _Groups:
-    WORLD: Any = None
-
 
 class Distributed(ModuleType):
     """torch.distributed of one process, as far as samestep calls it on CPUs."""
@@ -231,7 +205,7 @@ class Distributed(ModuleType):
     def __init__(self) -> None:
         super().__init__("torch.distributed")
         self.distributed_c10d = self
-        self.group = _Groups()
+        self.group = SimpleNamespace(WORLD=None)
         self._world = ModuleType("world")  # samestep resets its `group_count`
         self._world.pg_map = {}  # type: ignore[attr-defined]
         for name in ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError", "default_pg_timeout"):
@@ -289,10 +263,18 @@ class Distributed(ModuleType):
             store = StoreHandle(self._process, self._network.find_store(port), "default_pg/")
             rank = int(variables["RANK"])
             world_size = int(variables["WORLD_SIZE"])
-        key = id(store.store), store.prefix
-        self._own = self._network.join(self._process, key, rank, world_size, timeout.total_seconds())
+        ring = self._network.find_ring((id(store.store), store.prefix), world_size)
+        own = Endpoint(self._process, ring, rank)
+
+        def is_over() -> bool:
+            return len(ring.endpoints) == world_size or any(each.is_gone for each in ring.endpoints.values())
+
+        self._process.wait(is_over, timeout.total_seconds(), "join")
+        if len(ring.endpoints) < world_size or any(each.is_gone for each in ring.endpoints.values()):
+            own.is_closed = True
+            raise real.DistNetworkError("not all ranks have come")
+        self._own = self.group.WORLD = own
         self._store = store
-        self.group.WORLD = self._own
 
     def destroy_process_group(self) -> None:
         self._process.check()
@@ -305,21 +287,22 @@ class Distributed(ModuleType):
     def isend(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Send:
         network = self._network
         scheduler = network.scheduler
-        scheduler.point(self._process, f"isend {peer} {tag}")
+        choose = scheduler.random
+        self._process.point(f"isend {peer} {tag}")
         own = self._endpoint
-        late_s = network.draw_delay_s()
-        is_eager = scheduler.random.random() < 0.5
+        late_s = choose.expovariate(100.0) if choose.random() < network.slow else 0.0
+        is_eager = choose.random() < 0.5
         send = Send(own, peer, tag, tensor, scheduler.now_s + late_s, is_eager=is_eager)
         if late_s:  # so that the clock reaches that time
             process = self._process
-            process.start(lambda: scheduler.wait(process, bool, late_s, "late"), "late", daemon=True)
+            process.start(lambda: process.wait(bool, late_s, "late"), "late", daemon=True)
         own.ring.endpoints[peer].inbox[own.rank, tag].append(send)
         return send
 
-    def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Receive:
-        self._network.scheduler.point(self._process, f"irecv {peer} {tag}")
+    def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Recv:
+        self._process.point(f"irecv {peer} {tag}")
         own = self._endpoint
-        receive = Receive(own, peer, tag, tensor)
+        receive = Recv(own, peer, tag, tensor)
         own.posted[peer, tag].append(receive)
         return receive
 
@@ -330,15 +313,15 @@ class Distributed(ModuleType):
         label = f"broadcast {source}"
         shown = own.ring.broadcasts[own.num_broadcasts]
         own.num_broadcasts += 1
-        scheduler.point(self._process, label)
+        self._process.point(label)
         is_stepwise = scheduler.random.random() < 0.3
         value = tensor.data.clone()
         for target in range(own.ring.size) if own.rank == source else ():
             if is_stepwise:
-                scheduler.point(self._process, f"{label} to {target}")
+                self._process.point(f"{label} to {target}")
             shown[target] = value
         other = own.ring.endpoints[source]
-        scheduler.wait(self._process, lambda: own.is_broken or other.is_gone or own.rank in shown, None, label)
+        self._process.wait(lambda: own.is_broken or other.is_gone or own.rank in shown, None, label)
         if own.is_broken or own.rank not in shown:
             raise RuntimeError("[simulated gloo] Connection closed by peer")
         tensor.data.copy_(shown[own.rank])
@@ -356,12 +339,12 @@ class LocalSockets:
         own = self._own
         scheduler = own.process.scheduler
         peers = [other for peer, other in own.ring.endpoints.items() if peer != own.rank]
-        scheduler.point(own.process, "exchange")
+        own.process.point("exchange")
         is_stepwise = scheduler.random.random() < 0.3
         data = bytes(rows[own.rank])
         for other in peers:
             if is_stepwise:
-                scheduler.point(own.process, f"exchange to {other.rank}")
+                own.process.point(f"exchange to {other.rank}")
             if other.is_gone:
                 raise self._failed(f"rank {other.rank} has closed its connection")
             other.streams[own.rank] += data
@@ -372,7 +355,7 @@ class LocalSockets:
         def is_over() -> bool:
             return any(other.is_gone and not has_come(other) for other in peers) or all(map(has_come, peers))
 
-        scheduler.wait(own.process, is_over, None, "exchange")
+        own.process.wait(is_over, None, "exchange")
         for other in peers:
             if not has_come(other):
                 raise self._failed(f"rank {other.rank} has closed its connection")
@@ -402,7 +385,7 @@ def connect(
     ring = network.find_ring(ranks[0][0], len(ranks))
     own = Endpoint(process, ring, group.rank)
     deadline_s = network.scheduler.now_s + CONNECT_S
-    while not network.scheduler.wait(process, lambda: len(ring.endpoints) == ring.size, 0.05, "connect"):
+    while not process.wait(lambda: len(ring.endpoints) == ring.size, 0.05, "connect"):
         watch()
         if network.scheduler.now_s > deadline_s:
             own.is_closed = True

@@ -1,7 +1,7 @@
 """Small wrong edits of the source, as data. `make mutants` shows that the simulation finds each; see mutants.py.
 
-An edit must change the code of a function. Its text is in the file exactly once, and short, so that it survives other
-changes of the file; `test_planted.py` checks this.
+The text of an edit is in the file exactly once, and short, so that it survives other changes of the file;
+`test_simulation.py` checks this.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,11 @@ class Planted:
     script: str = ""
     scenario: str = ""
     test: str = ""
+
+    @property
+    def module(self) -> str:
+        """The name of the module."""
+        return f"samestep.{self.file.removesuffix('.py').replace('/', '.')}"
 
 
 SAME_BITS = "same bits at any number of ranks"

@@ -97,6 +97,14 @@ class Process:
         if self.is_dead:
             raise Killed
 
+    def point(self, label: str) -> None:
+        """Let another task run, or a fault happen, as the seed decides."""
+        self.scheduler.point(self, label)
+
+    def wait(self, condition: Callable[[], Any], timeout_s: float | None, label: str) -> bool:
+        """Wait for a condition, in virtual time. Returns whether it holds."""
+        return self.scheduler.wait(self, condition, timeout_s, label)
+
     def receive(self, signum: int) -> None:
         """Send it a signal."""
         if signum == signal.SIGKILL:

@@ -111,7 +111,7 @@ def _build_time(own: Owner) -> Facade:
         return int(read_wall() * 1e9)
 
     def sleep(seconds: float) -> None:
-        own.process.scheduler.wait(own.process, bool, seconds, "sleep")
+        own.process.wait(bool, seconds, "sleep")
 
     def gmtime(seconds: float | None = None) -> Any:
         return time.gmtime(read_wall() if seconds is None else seconds)
@@ -148,11 +148,11 @@ def _build_os(own: Owner) -> Facade:
         os.close(descriptor)
 
     def fsync(descriptor: int) -> None:
-        own.process.scheduler.point(own.process, "fsync")
+        own.process.point("fsync")
         own.disk.sync(descriptor)
 
     def write(descriptor: int, data: Any) -> int:
-        own.process.scheduler.point(own.process, "write")
+        own.process.point("write")
         if descriptor in (1, 2):
             own.process.output.append(bytes(data).decode())
             return len(data)
@@ -161,12 +161,12 @@ def _build_os(own: Owner) -> Facade:
         return os.write(descriptor, data[:size])
 
     def pwrite(descriptor: int, data: Any, place: int) -> int:
-        own.process.scheduler.point(own.process, "pwrite")
+        own.process.point("pwrite")
         own.disk.check_space(own.process)
         return os.pwrite(descriptor, data, place)
 
     def truncate(descriptor: int, size: int) -> None:
-        own.process.scheduler.point(own.process, "truncate")
+        own.process.point("truncate")
         os.ftruncate(descriptor, size)
 
     def kill(pid: int, signum: int) -> None:
@@ -288,7 +288,7 @@ class Lock:
     def acquire(self) -> bool:
         process = self._own.process
         if self._is_held:
-            process.scheduler.wait(process, lambda: not self._is_held, None, "lock")
+            process.wait(lambda: not self._is_held, None, "lock")
         self._is_held = True
         return True
 
@@ -315,13 +315,13 @@ class Event:
 
     def set(self) -> None:
         self._is_set = True
-        self._own.process.scheduler.point(self._own.process, "event.set")
+        self._own.process.point("event.set")
 
     def clear(self) -> None:
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._own.process.scheduler.wait(self._own.process, self.is_set, timeout, "event.wait")
+        return self._own.process.wait(self.is_set, timeout, "event.wait")
 
 
 class Condition(Lock):
@@ -330,7 +330,7 @@ class Condition(Lock):
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         if not predicate():
             self.release()
-            self._own.process.scheduler.wait(self._own.process, predicate, timeout, "condition")
+            self._own.process.wait(predicate, timeout, "condition")
             self.acquire()
         return predicate()
 
@@ -357,7 +357,7 @@ def _build_threading(own: Owner) -> Facade:
 
         def start(self) -> None:
             self._task = own.process.start(self._begin, self.name, daemon=self.daemon)
-            own.process.scheduler.point(own.process, f"start {self.name}")
+            own.process.point(f"start {self.name}")
 
         def _begin(self) -> None:
             try:
@@ -376,7 +376,7 @@ def _build_threading(own: Owner) -> Facade:
         def join(self, timeout: float | None = None) -> None:
             task = self._task
             if task is not None and own.process.scheduler.current is not task:
-                own.process.scheduler.wait(own.process, lambda: task.is_done, timeout, f"join {self.name}")
+                own.process.wait(lambda: task.is_done, timeout, f"join {self.name}")
 
     class Timer(Thread):
         def __init__(self, interval: float, function: Any, args: Any = (), kwargs: Any = None) -> None:
@@ -400,7 +400,7 @@ def _build_threading(own: Owner) -> Facade:
     def shut_down() -> None:
         current = own.process.scheduler.current
         for task in [each for each in own.process.tasks if not each.daemon and each is not current]:
-            own.process.scheduler.wait(own.process, lambda task=task: task.is_done, None, "shutdown")
+            own.process.wait(lambda task=task: task.is_done, None, "shutdown")
 
     return Facade(
         threading,
@@ -427,11 +427,11 @@ def _build_queue(own: Owner) -> Facade:
 
         def put(self, item: Any, *_: Any, **__: Any) -> None:
             self._items.append(item)
-            own.process.scheduler.point(own.process, "queue.put")
+            own.process.point("queue.put")
 
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
             limit_s = timeout if block else 0.0
-            if not own.process.scheduler.wait(own.process, lambda: self._items, limit_s, "queue.get"):
+            if not own.process.wait(lambda: self._items, limit_s, "queue.get"):
                 raise queue.Empty
             return self._items.popleft()
 

@@ -17,7 +17,7 @@ import torch
 from samestep.snapshot.store import Store
 from sim.instances import Pool
 from sim.machine import Launch, Machine
-from sim.scenarios import Round, Scenario, simplify
+from sim.scenarios import Round, Scenario
 from sim.scheduler import Exited, Killed, Scheduler
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -119,7 +119,6 @@ class Laboratory:
     """Runs scenarios, one after the other. One for each process, since it changes the process.
 
     Attributes:
-        pool: the copies of samestep.
         num_healed: launches in which ranks continued after the death of another one.
         history: what has happened in the last scenario, for a person.
     """
@@ -130,25 +129,26 @@ class Laboratory:
         os.chdir(SCRIPTS)  # where samestep looks for the modules of a script
         gc.disable()  # a cycle is freed at the end of its process, and not at any time
         sys.unraisablehook = _hide_ends(sys.unraisablehook)
-        self.pool = Pool()
+        self._pool = Pool()
         self.num_healed = 0
         self.history: list[str] = []
         self._expected: dict[tuple[str, int], Outcome] = {}
-        self.run(Scenario(0, shard="optimizer", rounds=(Round(5, heals=True),)))  # imports all that is needed
+        self.run(
+            Scenario(0, shard="optimizer", rounds=(Round(5, heals=True),)), self._pool
+        )  # imports all that is needed
 
-    def check(self, scenario: Scenario) -> None:
-        """Run a scenario. Raises Violation, Hang, or an error of the simulation, if it is not the run on one rank."""
-        expected = self.expect(scenario)
-        self.run(scenario).compare(expected)
+    def check(self, scenario: Scenario, planted: Pool | None = None) -> None:
+        """Run a scenario. Raises Violation, Hang, or an error of the simulation, if it is not the run on one rank.
 
-    def expect(self, scenario: Scenario) -> Outcome:
-        """Return the outcome of a scenario's script on one rank."""
+        Args:
+            planted: copies of samestep that have a fault.
+        """
         key = scenario.script, scenario.steps
         if key not in self._expected:
-            self._expected[key] = self.run(Scenario(0, script=scenario.script, steps=scenario.steps))
-        return self._expected[key]
+            self._expected[key] = self.run(Scenario(0, script=scenario.script, steps=scenario.steps), self._pool)
+        self.run(scenario, planted or self._pool).compare(self._expected[key])
 
-    def run(self, scenario: Scenario) -> Outcome:
+    def run(self, scenario: Scenario, pool: Pool) -> Outcome:
         """Run a scenario to its end."""
         choose = random.Random(f"machine {scenario.seed}")
         switch = choose.choice((0.05, 0.2, 0.6))
@@ -165,7 +165,7 @@ class Laboratory:
             constants |= RARE_LOOKS
             options["stuck-after-s"] = STUCK_AFTER_S
         slow = choose.choice((0, 0, 0.02))
-        machine = Machine(scheduler, self.pool, script, options, constants, pace=scenario.pace, slow=slow)
+        machine = Machine(scheduler, pool, script, options, constants, pace=scenario.pace, slow=slow)
         progress = Progress(scenario.every)
         is_damaged = False
         try:
@@ -180,19 +180,6 @@ class Laboratory:
             return Outcome.read(machine.disk.run_dir)
         finally:
             machine.close()
-
-    def shrink(self, scenario: Scenario, is_over: Any = lambda: False) -> Scenario:
-        """Return a simpler scenario that fails as well, or this one. `is_over`: whether to stop searching."""
-        for simpler in simplify(scenario):
-            if is_over():
-                break
-            if simpler == scenario:
-                continue
-            try:
-                self.check(simpler)
-            except Exception:
-                return self.shrink(simpler, is_over)
-        return scenario
 
 
 def _hide_ends(before: Any) -> Any:
