@@ -50,13 +50,13 @@ class ThreadState(Struct, frozen=True, kw_only=True):
 
     Attributes:
         waits_in: the current exchange with other ranks, such as "the reduction" or "all_reduce"; "" if there is none.
-        place: the innermost line of the user's code, such as "train.py:31 in load".
+        line: the innermost line of the user's code, such as "train.py:31 in load".
         is_compiling: torch.compile is active.
         cpu_s: CPU time since the thread's start.
     """
 
     waits_in: str = ""
-    place: str = ""
+    line: str = ""
     is_compiling: bool = False
     cpu_s: Number = 0.0
 
@@ -223,7 +223,7 @@ def read_thread_state(ident: int, native_id: int) -> ThreadState:
         waits_in = "the reduction"
     return ThreadState(
         waits_in=waits_in,
-        place=_find_place(stack),
+        line=_find_line(stack),
         is_compiling=any(frame.file.startswith(COMPILERS) for frame in stack) and not waits_in,
         cpu_s=_read_cpu_s(native_id),
     )
@@ -250,7 +250,7 @@ def _find_exchange(stack: list[Frame]) -> str:
     return ""
 
 
-def _find_place(stack: list[Frame]) -> str:
+def _find_line(stack: list[Frame]) -> str:
     """Return the innermost line of the user's code; "" if there is none."""
     for frame in stack:
         is_own = frame.file.startswith((OWN, TORCH, STDLIB, "<")) or any(part in frame.file for part in INSTALLED)
