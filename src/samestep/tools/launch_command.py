@@ -84,26 +84,24 @@ class TrainCommand(ScriptCommand):
 
 def start(target: Target, values: dict[str, Any]) -> int:
     """Start a target with the options of `samestep launch`. Returns the exit code."""
-    from samestep.launch import launcher
-    from samestep.launch.nodes import parse_nodes, read_secret
+    from samestep.launch import launcher, nodes
 
-    nodes = parse_nodes(
+    found = nodes.parse_nodes(
         values.pop("nnodes", None),
         values.pop("node_rank", None),
         values.pop("rdzv_endpoint", None),
         values.pop("rdzv_timeout", 300),
-        read_secret(),
+        nodes.read_secret(),
     )
-    return launcher.run_launch(target, values, nodes)
+    return launcher.run_launch(target, values, found)
 
 
 def start_node(target: Target, values: dict[str, Any]) -> int:
     """Start the ranks of this machine, as one of the nodes that torchrun or srun has started."""
-    from samestep.launch import launcher
-    from samestep.launch.nodes import read_nodes, read_secret
+    from samestep.launch import launcher, nodes
 
-    nodes = read_nodes(values.pop("rdzv_timeout", 300), read_secret())
-    return launcher.run_launch(target, values, nodes)
+    found = nodes.read_nodes(values.pop("rdzv_timeout", 300), nodes.read_secret())
+    return launcher.run_launch(target, values, found)
 
 
 run_launch = ScriptCommand("launch", start, FLAGS, help=LAUNCH_HELP)
