@@ -23,6 +23,15 @@ from samestep.world.environment import read_overrides
 )  # fmt: skip
 def test_what_a_person_may_write(text: int | str | None, every: Interval | None) -> None:
     assert parse_interval("snapshot_every", text) == every
+    assert every is None or parse_interval("snapshot_every", str(every)) == every
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [(Interval(4), [4, 8, 12]), (Interval(2, "epochs"), [6, 12]), (Interval(1, "s"), [])]
+)
+def test_when_an_interval_is_due(every: Interval, due: list[int]) -> None:
+    """Epochs have 3 steps."""
+    assert [step for step in range(13) if every.is_due(step, None if step % 3 else step // 3)] == due
 
 
 @pytest.mark.parametrize("text", [0, -1, "0", "", "10minutes", "epochs", "1.5epochs", 2.0, True, "1e3", "٣ x"])
@@ -36,28 +45,6 @@ def test_a_message_names_only_what_the_option_takes(text: str) -> None:
     with pytest.raises(Error, match=f"log_every is '{text}': give") as caught:
         OPTIONS["log_every"].check("log_every", text)
     assert "or never" not in str(caught.value)
-
-
-def test_steps_are_due_anywhere() -> None:
-    every = Interval(3)
-    assert [step for step in range(10) if every.is_due(step)] == [3, 6, 9]
-    assert every.is_due(6, 2)
-    assert not every.is_due(7, 2)
-
-
-def test_epochs_are_due_at_their_ends() -> None:
-    every = Interval(2, "epochs")
-    assert not any(every.is_due(step) for step in range(10))
-    assert [epochs for epochs in range(7) if every.is_due(5 * epochs, epochs)] == [2, 4, 6]
-
-
-def test_a_time_is_not_due_by_what_was_done() -> None:
-    assert not any(Interval(1, "s").is_due(step, epochs) for step in range(10) for epochs in (None, 1, 2))
-
-
-@pytest.mark.parametrize("text", ["10", "2epochs", "30s"])
-def test_an_interval_is_shown_as_it_is_written(text: str) -> None:
-    assert str(parse_interval("log_every", text)) == text
 
 
 def test_run_takes_every_option_of_a_script_and_its_defaults_are_allowed() -> None:

@@ -14,7 +14,6 @@ from types import ModuleType
 
 import cloudpickle
 import pytest
-import torch
 from support.commands import run_line
 from support.runs import clean_variables
 from support.selection import one_in
@@ -26,10 +25,7 @@ import samestep
 from samestep.data.sample_errors import locate_error, pack, unpack
 from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, describe, explain
 from samestep.launch.failure import MAX_REASON, read_failure, write_failure
-from samestep.snapshot.location import Location
 from samestep.snapshot.mirror import Unreachable
-from samestep.snapshot.resume_point import CopyContent, choose
-from samestep.world.group import Group
 
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"SS\d{3}")
@@ -143,12 +139,6 @@ class Mine(Error):
         super().__init__(f"{a} is not {b}")
 
 
-def test_the_code_is_no_part_of_the_sentence() -> None:
-    error = InvalidValue("a is 1: give 2", code="SS101")
-    assert (str(error), describe(error)) == ("a is 1: give 2", "a is 1: give 2 [SS101]")
-    assert describe(Mine(1, 2)) == "1 is not 2"
-
-
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle])
 @pytest.mark.parametrize(
     "error", [InvalidValue("a", rank=3, code="SS101"), Unreachable("s3://x", "no"), MissingPackage("b"), Mine(1, 2)]
@@ -185,25 +175,6 @@ def test_errors_of_the_system(error: OSError | ModuleNotFoundError, code: str) -
     known = explain(error)
     assert known is not None
     assert known.code == code
-
-
-def test_from_a_copy_of_the_run_to_the_rank_that_decides() -> None:
-    content = CopyContent(None, RunDirectoryError("no snapshot can be used", code="SS410"), 4, 4)
-    with pytest.raises(RunDirectoryError, match="no snapshot can be used") as caught:
-        choose([pickle.loads(pickle.dumps(content))], [])
-    assert caught.value.code == "SS410"
-
-
-def test_from_the_node_with_the_file_to_the_run(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise Unreachable("s3://x", "no")
-
-    location = Location.__new__(Location)
-    location.is_replicated = True
-    location.group, location._writers = Group(0, 1, torch.device("cpu")), [0]
-    with pytest.raises(RunDirectoryError, match=r"^on \S+: the run directory s3://x cannot be reached") as caught:
-        location.once(fail)
-    assert caught.value.code == "SS416"
 
 
 class Broken(Pairs):

@@ -1,7 +1,7 @@
 """The private names of torch that samestep depends on, in one place.
 
-None has a public equivalent that is as fast or does the same. If a torch release changes one of them, the test of it in
-`tests/test_torch_internals.py` fails. It says what to use instead.
+None has a public equivalent that is as fast or does the same. If a torch release changes one of them, tests fail; what
+is said below as "without it" works instead.
 """
 
 import os
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from samestep.files import read_text
 
-# Tensor -> how often its storage was written through it, `.data` excepted. There is no public accessor.
+# Tensor -> how often its storage was written through it, `.data` excepted. Without it: compare copies of the values, as
+# for buffers on the CPU; slower, the same results.
 read_version: Callable[[Tensor], int] = attrgetter("_version")
 
-# Module -> its own buffers by name, None included, as a live dict. `named_buffers` leaves out those that are None.
+# Module -> its own buffers by name, None included, as a live dict. Without it: `named_buffers`, which leaves out those
+# that are None, `get_buffer` and `setattr`.
 get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 # Module -> the names of its own buffers with `persistent=False`. `state_dict` leaves them out, but may be overridden.
@@ -42,12 +44,12 @@ def get_grad_hooks(param: Any) -> dict[Any, Callable[[Tensor], None]]:
     return hooks
 
 
-# The C++ function that torch.autograd.backward calls. The Python wrapper repeats checks that PassAttempt has made;
-# they take 30 us, a tenth of a small model's step.
+# The C++ function that torch.autograd.backward calls. Without it: that wrapper, which repeats checks that PassAttempt
+# has made; they take 30 us, a tenth of a small model's step.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
-# Tensors, order -> the norm of each. The kernel with which torch.nn.utils.get_total_norm begins; its bits differ from
-# those of torch.linalg.vector_norm on a GPU.
+# Tensors, order -> the norm of each. The kernel with which torch.nn.utils.get_total_norm begins. Without it:
+# torch.linalg.vector_norm, whose bits differ on a GPU.
 compute_norms: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreach_norm
 
 
@@ -60,6 +62,8 @@ add_all: Callable[[list[Any], list[Any]], None] = torch._foreach_add_
 
 def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Group tensors by device and dtype, as torch.nn.utils.get_total_norm does: the groups' order follows from hashes.
+
+    Without it: group in order of occurrence, whose bits differ from torch's if gradients have several dtypes.
 
     Returns:
         Per group, the numbers of its tensors.
@@ -80,6 +84,8 @@ _get_total_norm: Callable[..., Tensor] = _total_norm_cell.cell_contents
 def watch_norms(look: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
     """Call `look` with the tensors of each `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, however the script has
     imported it.
+
+    Without `_get_total_norm`: replace these two functions, which misses scripts that import them.
 
     Returns:
         A function that ends this.
@@ -103,13 +109,17 @@ def get_total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 # The iterator over a DataLoader. `_next_index` returns the indices of the next batch, `_reset` begins another pass.
+# Without these: wrap the batch sampler, whose indices are equivalent (`verify --plain`).
 LoaderIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
 
 _get_storage_pointer: Callable[[Any], int] = attrgetter("_cdata")
 
 
 def get_storage(tensor: Tensor) -> int:
-    """The address of the tensor's storage object: equal for tensors that share memory."""
+    """The address of the tensor's storage object: equal for tensors that share memory.
+
+    Without `_cdata`: `untyped_storage().data_ptr()`.
+    """
     return _get_storage_pointer(tensor.untyped_storage())
 
 
@@ -119,7 +129,7 @@ def list_storages(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def count_storage_uses(storage: int) -> int:
-    """How many tensors use the storage that `get_storage` returned."""
+    """How many tensors use the storage that `get_storage` returned. Without it: copy gradients out of buckets."""
     return torch._C._storage_Use_Count(storage)
 
 
@@ -134,7 +144,10 @@ def rename_state(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict
 
 @contextmanager
 def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[None]:
-    """Let `torch.utils.data.get_worker_info` report this worker of so many inside the block; None: no worker."""
+    """Let `torch.utils.data.get_worker_info` report this worker of so many inside the block; None: no worker.
+
+    Without `_worker_info`: read lanes in DataLoader workers only, which report themselves.
+    """
     workers = torch.utils.data._utils.worker
     before = torch.utils.data._utils.worker._worker_info
     info: Any = None
@@ -157,6 +170,8 @@ def watch_workers(iterator: Any) -> None:
 
     That handler raises wherever the main thread is. Python prints an exception in a weak reference's callback or in
     `__del__`, and goes on; one in the script's own code ends a step half-way.
+
+    Without `_try_get_data`: load with a `multiprocessing` pool, whose processes are public.
     """
     _drop_pids(iterator)
     # no cycle: torch's __del__ must run
@@ -206,7 +221,10 @@ def forget_workers(iterator: Any) -> None:
 
 
 def add_gloo() -> None:
-    """Let the process group exchange tensors in host memory, as "cpu:gloo,cuda:nccl" does, unless it already can."""
+    """Let the process group exchange tensors in host memory, as "cpu:gloo,cuda:nccl" does, unless it already can.
+
+    Without `_register_backend`: refuse a group that cannot, and ask for that one.
+    """
     group: Any = dist.group.WORLD
     if torch.device("cpu") in group._device_types:
         return
@@ -219,6 +237,7 @@ def list_gloo_sockets() -> list[int]:
     """Return the file descriptors of the connections of all process groups of gloo in this process, on Linux.
 
     They are what gloo's threads wait for, with epoll. Unlike other libraries, gloo lets executed programs inherit it.
+    Without it: the sockets that are open after `init_process_group`, and not before.
     """
     fds = []
     for path in Path("/proc/self/fdinfo").glob("*"):
@@ -246,6 +265,8 @@ def abort_nccl() -> None:
     """Let NCCL's kernels end that wait for other ranks, with wrong results, in any thread.
 
     Call it before the process group is destroyed. It does nothing if there is none, or if it was called before.
+    Without `_get_backend`: `_abort_process_group`, which also destroys the group, so that a thread cannot call it while
+    another one waits.
     """
     group: Any = dist.group.WORLD
     if group is not None:
@@ -253,7 +274,10 @@ def abort_nccl() -> None:
 
 
 def reset_group_names() -> None:
-    """Let the next process group have the name that it has on other ranks, also if the creation of one has failed."""
+    """Let the next process group have the name that it has on other ranks, also if the creation of one has failed.
+
+    Without it, ranks that meet after a death wait in vain.
+    """
     dist.distributed_c10d._world.group_count = 0
 
 

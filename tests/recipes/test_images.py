@@ -1,8 +1,6 @@
 """The recipe `images`: folders, files, the model, and the same bits at any number of ranks."""
 
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,11 +118,6 @@ def test_digits_are_written_once(tmp_path: Path) -> None:
     assert folder.stat().st_mtime_ns == before
 
 
-def test_train_and_val_folders(tmp_path: Path) -> None:
-    classes, train_entries, val_entries = images.split_data(write_photos(tmp_path / "x", 3, 2))
-    assert (classes, len(train_entries), len(val_entries)) == (["dark", "light"], 6, 4)
-
-
 def make_other_classes(folder: Path) -> None:
     (write_photos(folder, 1, 1) / "val" / "dark").rename(folder / "val" / "grey")
 
@@ -176,9 +169,3 @@ def test_the_model_normalizes_bytes() -> None:
     pixels = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (images.MEAN, images.STD))
     torch.testing.assert_close(model(pixels), model((pixels / 255 - mean) / std), rtol=1e-4, atol=1e-4)
-
-
-def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)  # importing it raises ImportError
-    with pytest.raises(Error, match=r"needs Pillow .*: pip install 'samestep\[recipes\]'"):
-        runpy.run_path(images.__file__)

@@ -1,6 +1,5 @@
 """The recipes from the command line, and their parts."""
 
-import importlib
 import inspect
 import json
 import re
@@ -14,8 +13,8 @@ from support.commands import run
 from support.runs import ask, check, read_rows, run_command
 from support.snapshots import read_snapshot
 
-from samestep.errors import Error, MissingPackage
-from samestep.recipes import build_schedule, digits, mlp
+from samestep.errors import MissingPackage
+from samestep.recipes import build_schedule, digits
 from samestep.snapshot.store import Store
 
 
@@ -88,28 +87,6 @@ def test_digits_stops_early_and_its_best_weights_load_without_samestep(tmp_path:
     )
     printed = check(run_command(sys.executable, "plain.py", cwd=tmp_path)).stdout
     assert float(printed) == pytest.approx(max(accuracies))
-
-
-@pytest.mark.parametrize(
-    ("argv", "numbers"), [([], (50, 10, 32)), (["7"], (7, 10, 32)), (["7", "3", "--batch_size", "64"], (7, 3, 64))]
-)
-def test_mlp_takes_the_tutorials_arguments(argv: list[str], numbers: tuple[int, int, int]) -> None:
-    params = mlp.main.make_context("mlp", argv).params
-    assert (params["total_epochs"], params["save_every"], params["batch_size"]) == numbers
-
-
-WRONG = [
-    ("gpt", "--dropout", "2", "0<=x<=1"),
-    ("gpt", "--warm-up", "-5", "x>=0"),
-    ("images", "--label-smoothing", "2.0", "0<=x<=1"),
-    ("digits", "--lr", "-1.0", "x>=0"),
-]
-
-
-@pytest.mark.parametrize(("recipe", "option", "value", "allowed"), WRONG)
-def test_numbers_out_of_range(recipe: str, option: str, value: str, allowed: str) -> None:
-    with pytest.raises(Error, match=rf"^samestep train {recipe}: Invalid value for '{option}'.* range {allowed} "):
-        importlib.import_module(f"samestep.recipes.{recipe}").main([option, value])
 
 
 def test_digits_split_is_fixed_and_disjoint() -> None:

@@ -166,16 +166,6 @@ def test_an_order_of_hashes_or_of_reads_is_named(verify: Any, words: str, faults
     assert words in printed, printed
 
 
-def test_harmless_uses_are_no_cause(verify: Any) -> None:
-    """The script draws, reads and counts, but the training does not depend on it."""
-    code, printed = verify(
-        num_steps=2, before="import time; rng = random.Random()", in_step="rng.random(); time.time()",
-        in_data="self.cache = {}", in_item="x = self.cache.setdefault(index, x.round())",
-        swap="0.1 * torch.randn(6) -> 0",
-    )  # fmt: skip
-    assert code == 0, printed
-
-
 # Several runs on one to three ranks, with a kill and a resume: 17 s, and 19 s on a busy machine.
 @pytest.mark.parametrize(
     ("in_step", "words"),
