@@ -36,25 +36,16 @@ Entry = tuple[Path, int]  # file and class
 
 def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
     """Return the classes, which are the names of the subfolders, and all images in the order of their paths."""
-    if not folder.is_dir():
-        raise samestep.InvalidValue(
-            f"{folder} is not a folder: name one that holds a folder of images for each class", code="SS701"
-        )
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    entries = []
-    for number, name in enumerate(classes):
-        files = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
-        if not files:
-            raise samestep.InvalidValue(
-                f"{folder / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it", code="SS701"
-            )
-        entries += [(path, number) for path in files]
+    files = sorted(path for path in folder.glob("[!.]*/**/*") if path.suffix.lower() in SUFFIXES)
+    names = [path.relative_to(folder).parts[0] for path in files]
+    classes = {name: number for number, name in enumerate(sorted({*names}))}
     if len(classes) < 2:
         raise samestep.InvalidValue(
-            f"{folder} has {format_count(len(classes), 'folder')}: it needs a folder of images for each of 2 classes",
+            f"{folder} has images ({', '.join(SUFFIXES)}) in {format_count(len(classes), 'folder')}: it needs a folder "
+            "of images for each of 2 classes",
             code="SS701",
         )
-    return classes, entries
+    return [*classes], [(path, classes[name]) for path, name in zip(files, names, strict=True)]
 
 
 def split_data(folder: Path) -> tuple[list[str], list[Entry], list[Entry]]:
@@ -64,7 +55,8 @@ def split_data(folder: Path) -> tuple[list[str], list[Entry], list[Entry]]:
     if classes != other_classes:
         odd = ", ".join(sorted({*classes} ^ {*other_classes}))
         raise samestep.InvalidValue(
-            f"{folder}/train and {folder}/val have different classes ({odd}): make them the same", code="SS701"
+            f"{folder}/train and {folder}/val have images of different classes ({odd}): make them the same",
+            code="SS701",
         )
     return classes, train, val
 
