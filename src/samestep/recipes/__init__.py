@@ -40,6 +40,15 @@ def quarter(batch_size: int) -> int:
     return batch_size // math.gcd(batch_size, 4)
 
 
+def group_by_decay(model: "torch.nn.Module", weight_decay: float) -> list[dict[str, Any]]:
+    """Return groups for an optimizer: weight decay for matrices, none for biases and normalizations."""
+    params = [*model.parameters()]
+    return [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
 def build_schedule(
     optimizer: "torch.optim.Optimizer", num_steps: int, num_warm_up: int, end: float = 0.0
 ) -> "torch.optim.lr_scheduler.SequentialLR":

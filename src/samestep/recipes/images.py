@@ -24,7 +24,7 @@ from samestep.cli import PATH
 from samestep.console import format_count
 from samestep.errors import needing
 from samestep.files import move_directory
-from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, keep_best, quarter
+from samestep.recipes import AMOUNT, COUNT, Recipe, build_schedule, group_by_decay, keep_best, quarter
 
 with needing("the recipe images needs Pillow", "'samestep[recipes]'"):
     from PIL import Image, ImageOps
@@ -239,7 +239,6 @@ class ResNet(nn.Module):
 @click.option("--micro-batch-size", type=COUNT, help="samples per forward and backward pass; default: a quarter")
 @click.option("--lr", type=AMOUNT, default=0.1, help="the highest learning rate")
 @click.option("--weight-decay", type=AMOUNT, default=1e-4, help="weight decay of convolutions and the last layer")
-@click.option("--label-smoothing", type=SHARE, default=0.0, help="as in torch")
 @click.option("--patience", type=COUNT, help="end after this many epochs without a better accuracy; default: never")
 @click.option("--precision", default="fp32", help="fp32, tf32, bf16 or fp16")
 @click.option("--seed", default=0, help="seed of everything random")
@@ -264,9 +263,7 @@ def main(**options: Any) -> None:
 
     with run.sharded_init():
         model = ResNet(ARCHITECTURES[args.model], len(classes))
-    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
-    others = [weight for weight in model.parameters() if weight.ndim <= 1]  # biases and BatchNorm
-    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = group_by_decay(model, args.weight_decay)
     optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True)
     steps_per_epoch = math.ceil(len(train_entries) / run.batch_size)
     scheduler = build_schedule(optimizer, args.epochs * steps_per_epoch, steps_per_epoch)
@@ -275,23 +272,20 @@ def main(**options: Any) -> None:
     train = Images(train_entries, size, is_training=True, has_flips=has_flips)
     val = Images(val_entries, size, is_training=False)
 
-    def measure(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hits = scores.topk(min(5, len(classes))).indices == labels.unsqueeze(1)
-        return {"top1": hits[:, 0].float().mean(), "top5": hits.any(1).float().mean()}
-
     def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        images, labels = batch
         with run.autocast():
-            scores = model(batch[0])
-        return {"loss": F.cross_entropy(scores.float(), batch[1]), **measure(scores, batch[1])}
+            scores = model(images)
+            loss = F.cross_entropy(scores, labels)
+        hits = scores.topk(min(5, len(classes))).indices == labels.unsqueeze(1)
+        return {"loss": loss, "top1": hits[:, 0].float().mean(), "top5": hits.any(1).float().mean()}
 
     for epoch in run.epochs(train, args.epochs, num_workers=args.num_workers):
         for step in epoch:
-            for images, labels in step:
-                with run.autocast():
-                    scores = model(images)
-                    loss = F.cross_entropy(scores, labels, label_smoothing=args.label_smoothing)
-                step.backward(loss)
-                step.log(measure(scores, labels))
+            for batch in step:
+                scores = score(batch)
+                step.backward(scores.pop("loss"))
+                step.log(scores)
             optimizer.step()
             scheduler.step()
 

@@ -216,17 +216,12 @@ def _print_result(step: int, micro_batch: int | None, result: Mapping[str, Any],
         for loss, weight in zip(result["losses"], result["weights"], strict=True):
             print(f"loss {loss}, weight {weight:g}")
     print(f"gradient norm {result['norm']}")
-    most = NUM_SHOWN if sys.stdout.isatty() else sys.maxsize
     for v, samples in enumerate(result["samples"], start=micro_batch or 0):
-        print(f"samples of micro-batch {v}: {_list(samples, most)}")
+        print(f"samples of micro-batch {v}: {' '.join(map(str, samples))}")
     for name, value in result.get("logged", {}).items():
-        print(escape(f"logged {name}: {_list(value, most) if isinstance(value, list) else value}"))
+        print(escape(f"logged {name}: {' '.join(map(str, value)) if isinstance(value, list) else value}"))
     for sentence in result.get("not_finite", ()):
         print(escape(sentence))
     rows = [(name, to_text(norm)) for name, norm in [*result["norms"].items()][:NUM_SHOWN]]
     more = f", {NUM_SHOWN} of {len(result['norms'])}" if len(result["norms"]) > NUM_SHOWN else ""
     print_table(f"largest gradient norms{more}", ("parameter", "norm"), rows)
-
-
-def _list(values: Sequence[Any], most: int) -> str:
-    return " ".join(map(str, values[:most])) + (" ..." if len(values) > most else "")
