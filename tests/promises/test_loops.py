@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.runs import ask
+from support.runs import ask, read_rows
 from support.tiny import Pairs, Tiny, update
 
 import samestep
@@ -19,7 +19,7 @@ def train(run_dir: Path, num_epochs: int = 2, length: int = 22, dies_at: int = -
         if t.step.number == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    tiny = Tiny(run_dir, snapshot_every=2, keep_last=99)
+    tiny = Tiny(run_dir, snapshot_every=2, keep_last=99, log_every="2epochs")
     tiny.train(num_epochs, data=Pairs(30), then=then)
     return int(tiny.train(3, data=Pairs(length), then=then).run.steps_done)
 
@@ -34,3 +34,4 @@ def test_a_loop_that_has_changed(tmp_path: Path) -> None:
     assert samestep.spawn(train, 1, (run_dir, 3, 22)) == 17
     assert samestep.spawn(train, 1, (run_dir, 3, 24), env={"SAMESTEP_RESUME": "8"}) == 21
     assert "audit passed" in ask("inspect", run_dir, "--samples")
+    assert [row["step"] for row in read_rows(run_dir)] == [8, 15, 21], "after every second epoch"

@@ -40,37 +40,23 @@ def train(run_dir: Path, num_epochs: int, lr: float, length: int, prepare: dict[
 
 def test_a_changed_learning_rate_is_reported_and_overridden(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
-    first = samestep.spawn(train, 1, (run_dir, 2, 0.1, 8))
+    samestep.spawn(train, 1, (run_dir, 2, 0.1, 8))
     assert samestep.spawn(train, 2, (run_dir, 3, 0.1, 8))[:-2] == [schedule_at(2, 0.1, 8)] * 2
     assert "settings of its first start" not in capfd.readouterr().out, "the schedule has changed the learning rate"
-
-    kept = samestep.spawn(train, 1, (run_dir, 4, 0.01, 8))
-    assert kept[:-2] == [schedule_at(3, 0.1, 8)] * 2
+    assert samestep.spawn(train, 1, (run_dir, 4, 0.01, 8))[:-2] == [schedule_at(3, 0.1, 8)] * 2
     words = r"settings of its first start, not with the script's \(optimizer.lr 0.1 -> 0.01\): .* override=True .*"
     assert re.search(rf"{words}, or start with \S", capfd.readouterr().out)
-    shown = ask("inspect", run_dir)
-    assert re.search(r"^  optimizer.lr +0.1 +0.01$", shown, re.M)
-    assert re.search(r"^  optimizer.momentum +0.9 +0.9$", shown, re.M)
-
+    assert re.search(r"^  optimizer.lr +0.1 +0.01$", ask("inspect", run_dir), re.M)
     changed = samestep.spawn(train, 2, (run_dir, 5, 0.01, 16, {"override": True}))
     assert changed[:-2] == [schedule_at(4, 0.01, 16)] * 2
-    said = capfd.readouterr().out
-    assert "settings (override: optimizer.lr 0.1 -> 0.01, schedule.T_max 8 -> 16)" in said
-    assert re.search(
-        r"^  8 +override: optimizer.lr 0.1 -> 0.01, schedule.T_max 8 -> 16$", ask("inspect", run_dir), re.M
-    )
-
+    change = "override: optimizer.lr 0.1 -> 0.01, schedule.T_max 8 -> 16"
+    assert f"settings ({change})" in capfd.readouterr().out
+    assert re.search(rf"^  8 +{change}$", ask("inspect", run_dir), re.M)
     samestep.spawn(train, 1, (run_dir, 6, 0.01, 16))
-    said = capfd.readouterr().out
-    assert "settings of its first start" not in said, "the run has these settings now"
-    assert first[0] == 0.1
-    # From a snapshot before the override, the run has its first settings. The environment can give the override, too.
-    samestep.spawn(train, 1, (run_dir, 5, 0.01, 8), env={"SAMESTEP_RESUME": "8"})
-    assert "(optimizer.lr 0.1 -> 0.01)" in capfd.readouterr().out
+    assert "settings of its first start" not in capfd.readouterr().out, "the run has these settings now"
+    # From a snapshot before the override, the environment can give it, too: with the same bits.
     env = {"SAMESTEP_RESUME": "8", "SAMESTEP_OVERRIDE": "1"}
-    assert samestep.spawn(train, 2, (run_dir, 5, 0.01, 16), env=env) == changed, "and with the same bits"
-    changes = [row["changed"] for row in json.loads((run_dir / "run.json").read_text())["changes"]]
-    assert sum("schedule.T_max" in change for change in changes) == 1
+    assert samestep.spawn(train, 2, (run_dir, 5, 0.01, 16), env=env) == changed
 
 
 def schedule_at(step: int, lr: float, length: int) -> Any:

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import samestep
 from samestep.errors import RunDirectoryError
 from samestep.snapshot.store import Store
+from samestep.train.metrics import learning_rates
 from samestep.train.objects import Objects, list_params
 
 
@@ -89,3 +90,10 @@ def test_a_group_of_other_parameters() -> None:
     saved = divide(model.weight, model.bias).save()
     with pytest.raises(RunDirectoryError, match=r"groups of optimizer are not those in the snapshot"):
         divide(model.bias, model.weight).load(saved)
+
+
+def test_learning_rates_have_the_names_of_their_optimizers() -> None:
+    first, second = (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr) for lr in (0.5, 0.25))
+    assert learning_rates(Objects({"one": first})) == {"train/learning_rate": 0.5}
+    both = {"train/learning_rate/one": 0.5, "train/learning_rate/other": 0.25}
+    assert learning_rates(Objects({"one": first, "other": second})) == both
