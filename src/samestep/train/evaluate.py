@@ -24,7 +24,7 @@ from samestep.plan.tree import Layout
 from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.prepared import Prepared
-from samestep.train.services import Services
+from samestep.train.stopping import Services
 from samestep.world.transport import describe_failure, read_outcomes
 
 Row = dict[str, Any]  # name -> list, or (value, weight)

@@ -16,8 +16,8 @@ from samestep.train.context import RunContext, notify_launcher
 from samestep.train.feed import Feed
 from samestep.train.prepared import Prepared
 from samestep.train.run_state import MetricsTally
-from samestep.train.services import Services
 from samestep.train.step import Observers, Step, StepParts
+from samestep.train.stopping import Services
 from samestep.world.environment import OUTCOME, Outcome
 
 

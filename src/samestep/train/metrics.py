@@ -43,15 +43,12 @@ class RunMetrics(StepObserver):
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
 
-    def set_description(self, info: TrackerInfo) -> None:
-        """Set the description of this start, for the trackers."""
-        self._info = info
-
-    def begin_loop(self, plan: LoopPlan, prepared: Prepared) -> None:
-        """A loop begins."""
+    def begin_loop(self, plan: LoopPlan, prepared: Prepared, info: TrackerInfo | None) -> None:
+        """A loop begins. `info`: the description of this start, for the trackers, before the first one; else None."""
         self._num_samples = 0
         self._plan = plan
         self._prepared = prepared
+        self._info = info or self._info
 
     def start(self, num_epochs: int | None) -> None:
         """Start the trackers, show the progress, and time the loop, which has steps left.

@@ -24,9 +24,9 @@ from samestep.train.loop import Loop
 from samestep.train.loop_data import LoopData
 from samestep.train.prepared import Prepared, measure_sizes
 from samestep.train.run_state import LoopKind
-from samestep.train.services import Services
 from samestep.train.start import record_start
 from samestep.train.step import Observers, StepObserver, list_borrowed
+from samestep.train.stopping import Services
 from samestep.world.environment import advise
 from samestep.world.membership import Change
 
@@ -47,8 +47,9 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
     calls.wait_for_call(context.group, calls.LOOP)
     lengths = {"the number of steps": data.planned, "the length of the data set": data.plan.length}
     context.group.agree(data.numbers | lengths)
+    info = None
     if state.is_before_loops:
-        services.metrics.set_description(record_start(data, context, prepared))
+        info = record_start(data, context, prepared)
         fix_compiler()
     state.begin_loop(data, context.config.max_steps, context.location)
     directory = context.location.path
@@ -58,7 +59,7 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
             context.say(problem)
     _resume_state(data, context, prepared)
     services.stopping.begin_loop()
-    services.metrics.begin_loop(data.plan, prepared)
+    services.metrics.begin_loop(data.plan, prepared, info)
     observers = _build_observers(data, context, prepared, services)
     is_ending = services.stopping.is_ending
     interceptors = prepared.interceptors

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.engine.ownership import Ownership
 from samestep.engine.passes import Gradients
-from samestep.engine.sharded_unit import ShardedModels
 from samestep.errors import InvalidValue
 from samestep.plan.memory import OUTSIDE, ParamSize
 from samestep.snapshot.resume_point import ResumePoint
@@ -161,15 +159,11 @@ def prepare_objects(
                 code="SS606",
             )
     divided: Divided | None = None
-    ownership: Ownership | None = None
-    sharded: ShardedModels | None = None
     if shard == "optimizer":
         divided = DividedOptimizers(objects, group)
-        ownership = divided.ownership
     elif shard == "fsdp2":
         _refuse_with_fsdp2(context, interceptors, device_map)
         divided = ShardedState(objects, shard_blocks, group, sharded_init)
-        sharded = divided.models
     if saved is not None:
         read = _read(saved, divided)
         meta = point.meta or {}
@@ -183,8 +177,8 @@ def prepare_objects(
         context.precision,
         micro_batch_size=config.micro_batch_size,
         exchange_dtype=torch.bfloat16 if config.exchange_dtype == "bf16" else None,
-        ownership=ownership,
-        models=sharded,
+        ownership=divided.ownership if isinstance(divided, DividedOptimizers) else None,
+        models=divided.models if isinstance(divided, ShardedState) else None,
     )
     optimizers = [*objects.optimizers.values(), *inner]
     return Prepared(

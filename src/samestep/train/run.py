@@ -28,10 +28,9 @@ from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
 from samestep.train.restoring import restore_models
 from samestep.train.run_state import RunState
-from samestep.train.services import Services
 from samestep.train.sharded_init import ShardedInit
 from samestep.train.step import Step, collect_values
-from samestep.train.stopping import report_errors
+from samestep.train.stopping import Services, report_errors
 from samestep.watch.progress import Progress
 from samestep.watch.trackers import Tracker, Trackers
 from samestep.world.group_opening import choose_device, find_ranks, open_group
