@@ -39,8 +39,8 @@ RARE_LOOKS = {
     "snapshot.snapshotter._POLL_S": 15.0,
     "launch.local_ranks.POLL_S": 15.0,
     "world.membership.NOTICE_S": 5.0,
-    "watch.stall_diagnosis.INTERVAL_S": 25.0,
-    "watch.stall_diagnosis.FLOOR_S": 100.0,
+    "watch.diagnosis.INTERVAL_S": 25.0,
+    "watch.diagnosis.FLOOR_S": 100.0,
 }
 STUCK_AFTER_S = "600"
 
@@ -133,9 +133,8 @@ class Laboratory:
         self.num_healed = 0
         self.history: list[str] = []
         self._expected: dict[tuple[str, int], Outcome] = {}
-        self.run(
-            Scenario(0, shard="optimizer", rounds=(Round(5, heals=True),)), self._pool
-        )  # imports all that is needed
+        # Imports all that is needed, and sets all constants.
+        self.run(Scenario(0, shard="optimizer", pace=60, rounds=(Round(5, heals=True),)), self._pool)
 
     def check(self, scenario: Scenario, planted: Pool | None = None) -> None:
         """Run a scenario. Raises Violation, Hang, or an error of the simulation, if it is not the run on one rank.
