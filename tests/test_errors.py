@@ -24,7 +24,7 @@ from torch import Tensor
 import samestep
 from samestep.data.sample_errors import locate_error, pack, unpack
 from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, describe, explain
-from samestep.launch.failure import MAX_REASON, read_failure, write_failure
+from samestep.launch.rank_reports import MAX_REASON, build_failure
 from samestep.snapshot.mirror import Unreachable
 
 ROOT = Path(__file__).parents[1]
@@ -153,11 +153,8 @@ def test_from_a_loader_worker_to_the_rank() -> None:
     assert (error.code, locate_error(error, None, 1, "step 2").code) == ("SS416", "SS416")
 
 
-def test_from_a_rank_to_its_launcher(tmp_path: Path) -> None:
-    error = Error("x" * 2 * MAX_REASON, code="SS301")
-    write_failure(1, str(tmp_path), error, 2)
-    failure = read_failure(1, tmp_path)
-    assert failure is not None
+def test_from_a_rank_to_its_launcher() -> None:
+    failure = build_failure(1, Error("x" * 2 * MAX_REASON, code="SS301"), 2)
     assert str(failure).endswith("x [SS301]")
     assert failure.reason == f"{str(failure)[:MAX_REASON]} [SS301]", "it is cut off, the code is not"
 

@@ -24,7 +24,6 @@ OPENS_FILES = {
     "tools/report.py": "files of this package",
     "world/environment.py": "the null device",
     "launch/forkserver.py": "the null device",
-    "world/workdir.py": "read_private: relative to a directory that it has checked",
 }
 FILE_METHODS = ("read_text", "read_bytes", "write_text", "write_bytes")
 
@@ -38,7 +37,7 @@ WRITES_ATTRIBUTES = {
     "console.py": "a thread",
     "data/loader.py": "the generator of `random`",
     "launch/rank_process.py": "the module `__main__`",
-    "launch/script_command.py": "click's context",
+    "launch/target.py": "click's context",
     "snapshot/serialization.py": "torch's metadata of a state_dict",
     "sources/webdataset.py": "a tar file, whose list of members would grow",
     "train/determinism.py": "torch's settings",

@@ -11,7 +11,7 @@ import pytest
 from support import commands
 from support.runs import check, run_command
 
-from samestep.launch.script_command import ScriptCommand
+from samestep.launch.target import ScriptCommand
 from samestep.tools.launch_command import run_launch, run_train
 from samestep.tools.verify.command import run_verify
 
@@ -44,12 +44,6 @@ def test_a_reader_that_closes_the_pipe() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_version() -> None:
-    import samestep
-
-    assert run("--version").stdout == f"samestep {samestep.__version__}\n"
 
 
 @pytest.mark.parametrize(

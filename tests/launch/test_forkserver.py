@@ -30,11 +30,11 @@ def start_rank(directory: Path, change: Callable[[], None]) -> Iterator[Any]:
         finally:
             os._exit(9)
     theirs.close()
-    target = {"kind": "script", "name": "train.py", "arguments": []}
+    target = {"kind": "script", "name": "train.py", "arguments": [], "call": b""}
     rank = {"rank": 0, "variables": dict(os.environ), "is_shown": True}
     ours.send({"start": [rank], "common": {"target": target, "cwd": str(directory), "directory": str(directory)}})
     with open(os.devnull, "w") as output:
-        for _ in range(2):
+        for _ in range(3):
             send_handle(ours, output.fileno(), pid)
     yield ours
     ours.close()

@@ -13,17 +13,6 @@ from processes import Command
 from support.selection import one_in
 from support.waiting import wait_until
 
-SUM = """
-import sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-x = torch.tensor([dist.get_rank() + 1])
-dist.all_reduce(x)
-sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.item()} {sys.argv[1:]}\\n")
-if "hash" in sys.argv:
-    open(f"hash-{dist.get_world_size()}-{dist.get_rank()}", "w").write(f"{hash('samestep')}")
-dist.destroy_process_group()
-"""
-
 # Rank 1 executes the argument while the others wait for it in a collective.
 FAIL = """
 import ctypes, os, sys, torch, torch.distributed as dist
@@ -34,13 +23,9 @@ dist.barrier()  # all have printed
 def fall():
     if what == "raise": raise ValueError("oh no")
     if what == "text": sys.exit("that is all")
-    if what == "code": sys.exit(9)
     if what == "kill": os.kill(os.getpid(), 9)
-    if what == "error":
-        import samestep
-        raise samestep.Error("the batch size is odd")
 what = sys.argv[1]
-if rank == 1 or "all" in sys.argv:
+if rank == 1:
     fall()
 dist.barrier()
 """
@@ -58,7 +43,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 open(f"ready{rank}", "w").close()
 stop = torch.zeros(1)
-while not stop or "deaf" in sys.argv:
+while not stop:
     stop[0] = bool(told)
     dist.all_reduce(stop, dist.ReduceOp.MIN)  # not before each rank has its own signal
 with open(f"saved{rank}", "w") as file:
@@ -87,25 +72,6 @@ seen = {
 }
 atexit.register(lambda: print(json.dumps(seen)))
 """
-
-
-def test_ranks_meet_and_concurrent_launches_do_not(command: Command) -> None:
-    command.write("sum.py", SUM)
-    launches = {
-        num_ranks: command.start(
-            "launch", "--nproc-per-node", str(num_ranks), "--show_all", "sum.py", "--seed", "3", "hash"
-        )
-        for num_ranks in (1, 2, 3)
-    }
-    for num_ranks, launch in launches.items():
-        done = command.finish(launch)
-        assert (done.stderr, done.returncode) == ("", 0)
-        total = num_ranks * (num_ranks + 1) // 2
-        lines = [f"rank {rank} of {num_ranks}: {total} ['--seed', '3', 'hash']" for rank in range(num_ranks)]
-        assert sorted(done.stdout.splitlines()) == lines
-    hashes = {path.read_text() for path in command.directory.glob("hash-*")}
-    assert len(hashes) == 1, "the order of sets differs between ranks, or after a restart"
-    command.assert_no_files_left()
 
 
 @pytest.mark.parametrize("words", [["package/seen.py"], ["-m", "package.seen"], ["-m", "package"]])
@@ -171,33 +137,6 @@ def test_the_failing_rank_is_reported_last(command: Command, what: str, code: in
     else:
         assert "hello from 1" in lines
     assert ("that is all" in lines) == (what == "text")
-
-
-@pytest.mark.parametrize(
-    ("what", "code", "said"), [("error", 2, "samestep: error: the batch size is odd\n"), ("code", 9, "")]
-)
-def test_equal_failures_are_reported_once(command: Command, what: str, code: int, said: str) -> None:
-    command.write("fail.py", FAIL)
-    done = command.run("launch", "--nproc-per-node", "3", "fail.py", what, "all")
-    assert (done.returncode, done.stderr) == (code, said)
-
-
-def test_ranks_of_any_script_are_started_again(command: Command) -> None:
-    """The restarted ranks rendezvous anew."""
-    command.write(
-        "twice.py",
-        "import os, sys, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "if dist.get_rank() == 1 and not os.path.exists('once'):\n"
-        "    open('once', 'w').close()\n"
-        "    os._exit(3)\n"
-        "dist.barrier()\n"
-        "print('met', os.environ['TORCHELASTIC_RESTART_COUNT'])\n",
-    )
-    done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "2", "twice.py")
-    assert (done.returncode, done.stdout) == (0, "met 1\n")
-    assert done.stderr.splitlines()[-1] == "samestep: rank 1 ended with exit code 3; restart 1 of 2"
-    command.assert_no_files_left()
 
 
 def test_a_restart_continues_in_a_directory_whose_name_the_script_computes(command: Command) -> None:
@@ -280,18 +219,6 @@ def test_ctrl_c_without_a_handler(command: Command) -> None:
     press_ctrl_c(launch.pid)
     done = command.finish(launch)
     assert (done.returncode, done.stderr) == (130, "")
-    command.assert_nothing_left()
-
-
-def test_a_second_signal_kills(command: Command) -> None:
-    command.write("stoppable.py", STOPPABLE)
-    launch = command.start("launch", "--nproc-per-node", "2", "stoppable.py", "deaf")
-    command.wait_for("ready0", "ready1")
-    press_ctrl_c(launch.pid)
-    command.wait_for("told0", "told1")
-    terminate(launch.pid)
-    done = command.finish(launch)
-    assert (done.returncode, done.stderr) == (143, "")
     command.assert_nothing_left()
 
 

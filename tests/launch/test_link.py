@@ -4,6 +4,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 import torch.distributed as dist
@@ -11,14 +12,11 @@ from support.ports import reserve_port
 from support.waiting import wait_until
 
 from samestep.errors import Error
-from samestep.launch import agent
-from samestep.launch.agent import Launch, run_agent
-from samestep.launch.link import LOST_S, Link
-from samestep.launch.local_ranks import Ranks
-from samestep.launch.node_messages import Finish, Lost, Message, Print, Signal
-from samestep.launch.nodes import Nodes
+from samestep.launch import launcher
+from samestep.launch.agent import Agent, Launch
+from samestep.launch.link import LOST_S, Finish, Link, Lost, Message, Nodes, Print, Signal
 from samestep.launch.target import Target
-from samestep.world.rendezvous_store import SignedEntries
+from samestep.world.signed import SignedEntries
 
 SECRET = "a secret of this run's nodes"
 
@@ -140,19 +138,16 @@ def run_node(nodes: Nodes, received: list[int] | None = None) -> Finish:
         def receive(self, timeout_s: float) -> None:
             time.sleep(timeout_s)
 
-    ranks = Ranks(Server())  # type: ignore[arg-type]
-    launch = Launch(Target("script", "train.py"), 1, {}, [] if received is None else received)
-    try:
-        return run_agent(ranks, launch, nodes)
-    finally:
-        ranks.close()
+    launch = Launch(Target("script", "train.py"), 1, {}, received or [], nodes)
+    with closing(Agent(Server(), launch)) as agent:  # type: ignore[arg-type]
+        return launcher.run_node(agent, launch)
 
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of this process meet in a store without a port."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(agent, "_find_store", lambda nodes: lambda: store)
+    monkeypatch.setattr(launcher, "_find_store", lambda nodes: lambda: store)
 
 
 def test_no_answer() -> None:

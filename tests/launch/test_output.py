@@ -9,7 +9,7 @@ from processes import Command
 from support.disks import open_disk
 
 START = """
-import ctypes, os, subprocess, sys, torch, samestep
+import ctypes, glob, os, shutil, subprocess, sys, torch, samestep
 what, rank = sys.argv[1], int(os.environ["RANK"])
 print("early", rank, flush=True)
 run = samestep.Run(None if "without" in what else "run", batch_size=2, micro_batch_size=1, device="cpu")
@@ -44,6 +44,15 @@ def at_step(number):
     print("the end of", number, flush=True)
     if number == 2 and run.rank == 1:
         os._exit(3)
+"""
+
+TIDIES = """
+def at_step(number):
+    if number == 1 and run.rank == 1 and not os.path.exists("killed"):
+        open("killed", "w").close()
+        for path in glob.glob(os.environ["TMPDIR"] + "/samestep-*"):
+            shutil.rmtree(path)
+        os.kill(os.getpid(), 9)
 """
 
 
@@ -116,3 +125,12 @@ def test_a_closed_output(command: Command) -> None:
     os.close(reader)
     assert command.finish(launch).returncode == 0
     assert json.loads((command.directory / "run" / "status.json").read_text())["status"] == "done"
+
+
+def test_a_tidied_directory_for_temporary_files(command: Command) -> None:
+    """During a long run, old files in /tmp are removed. A rank is killed then."""
+    write_script(command, TIDIES)
+    done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    command.assert_no_files_left()

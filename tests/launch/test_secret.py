@@ -3,7 +3,7 @@
 import pytest
 
 from samestep.errors import Error
-from samestep.launch.nodes import read_secret
+from samestep.launch.launcher import read_secret
 
 SECRET = "a secret of this run's nodes"
 

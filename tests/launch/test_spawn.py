@@ -18,7 +18,7 @@ from support.waiting import wait_until
 import samestep
 from samestep import processes
 from samestep.launch import forkserver
-from samestep.launch.local_ranks import Ranks
+from samestep.launch.agent import Agent
 
 
 class NotPicklable(Exception):
@@ -106,15 +106,6 @@ def test_the_first_failing_ranks_own_error_is_raised() -> None:
     assert children() == []
 
 
-def test_an_error_is_an_error() -> None:
-    def fail() -> None:
-        raise samestep.Error("too few samples", rank=1)
-
-    with pytest.raises(samestep.Error, match="too few samples") as caught:
-        samestep.spawn(fail, 2)
-    assert caught.value.rank == 1
-
-
 @pytest.mark.parametrize("kind", [NotPicklable, NeedsTwo])
 def test_errors_that_cannot_be_pickled(kind: type[Exception]) -> None:
     def fail() -> None:
@@ -188,12 +179,12 @@ def test_keyboard_interrupt_stops_all(
         wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
         os.kill(os.getpid(), signal.SIGINT)
 
-    def poll(ranks: Ranks) -> None:
+    def poll(agent: Agent) -> None:
         monkeypatch.undo()
         interrupt()
 
     if is_early:
-        monkeypatch.setattr(Ranks, "poll", poll)
+        monkeypatch.setattr(Agent, "poll", poll)
     thread = threading.Thread(target=(lambda: None) if is_early else interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from msgspec import convert, to_builtins
 
-from samestep.launch.failure import SOON_S, RankFailure
-from samestep.launch.node_messages import (
+from samestep.launch.link import (
     Board,
     Broken,
     Command,
@@ -29,6 +28,7 @@ from samestep.launch.node_messages import (
     Start,
     Tick,
 )
+from samestep.launch.rank_reports import SOON_S, RankFailure
 from samestep.launch.supervisor import KILL_S, Policy, RankState, State, Supervisor
 from samestep.world.environment import Outcome
 from samestep.world.membership import GENERATION_S
@@ -178,7 +178,7 @@ def test_messages_survive_the_link() -> None:
     failure = RankFailure(1, 2.0, -9, False, "died", "was killed")
     events = [Tick(), Joined("h", 2, "a"), died(1), Signalled(15)]
     events += [Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")]
-    start = Start(1, None, 0, 2, 0, 4, "peer", "ranks", True, 29400)
+    start = Start(1, None, 0, 0, 4, ["peer"], "ranks", True, 29400)
     commands = [start, Signal(15), EndStuck(1, "r"), Continue(1, [0]), Print("s")]
     kind: Any = Message
     for message in (*events, *commands, Report(failure, 3, "; then"), Finish(1, "m", "SS1", failure)):

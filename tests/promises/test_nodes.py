@@ -17,9 +17,11 @@ from support.hosts import Host
 from support.ports import reserve_port
 
 from samestep.errors import Error
-from samestep.launch.local_ranks import build_variables, open_store
-from samestep.launch.node_messages import Start
-from samestep.launch.nodes import find_own_address, parse_endpoint, parse_nodes
+from samestep.launch.agent import Launch, build_variables
+from samestep.launch.launcher import open_store, parse_endpoint, parse_nodes
+from samestep.launch.link import Nodes, Start
+from samestep.launch.target import Target
+from samestep.world.host import find_own_address
 
 Undisturbed = Callable[..., Outcome]
 HELD = "hold rank 0 at step 7 in forward"
@@ -175,11 +177,13 @@ def test_the_interface_is_set_unless_it_is(monkeypatch: pytest.MonkeyPatch, own:
         monkeypatch.delenv(name, raising=False)
         if own:
             monkeypatch.setenv(name, own)
-    [variables] = build_variables(1, Start(0, None, 0, 2, 0, 2), {}, "a secret", interface="eth7")
+    [variables] = build_variables(
+        Launch(Target("script", ""), 1, {}, [], Nodes(2)), Start(0, None, 0, 0, 2), None, "eth7"
+    )
     assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == (own or "eth7")
 
 
 def test_one_node_needs_no_endpoint() -> None:
-    assert parse_nodes(1, 0, None, 300) is None
-    assert parse_nodes(None, None, None, 300) is None
-    assert parse_nodes(1, None, "a:1", 300) is None  # as with torchrun
+    assert parse_nodes(1, 0, None, 300).num_nodes == 1
+    assert parse_nodes(None, None, None, 300).num_nodes == 1
+    assert parse_nodes(1, None, "a:1", 300).num_nodes == 1  # as with torchrun

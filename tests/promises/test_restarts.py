@@ -15,7 +15,7 @@ from promises.trial import Outcome, Trial, read_outcome, read_tree
 
 import samestep
 from samestep.errors import PeerFailed
-from samestep.launch.failure import is_secondary
+from samestep.launch.rank_reports import is_secondary
 from samestep.snapshot.lock import Lock
 from samestep.snapshot.run_directory import _describe_end
 from samestep.watch.records import read_status

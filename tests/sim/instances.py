@@ -148,7 +148,7 @@ class Instance:
             failed = self.load("samestep.errors").PeerFailed
             module.connect = functools.partial(connect, self.distributed, failed)
             module.LocalSockets = LocalSockets
-        elif name == "samestep.world.wire":
+        elif name == "samestep.world.signed":
             both = {each.__name__: self._with_modules(each) for each in (pickle.dumps, pickle.loads)}
             module.pickle = SimpleNamespace(**both)
         elif name == "samestep.torch_internals":

@@ -29,7 +29,7 @@ from sim.scheduler import Exited, Killed, Process, Task
 
 EPOCH_S = 1_700_000_000.0
 LAUNCHER_PID = 99_999
-HOLDERS = ("Lock.__init__", "AppendLog.__init__")  # hold descriptors that no file object closes
+HOLDERS = ("Lock.__init__", "AppendLog.__init__", "Reports.__init__")  # hold descriptors that no file object closes
 
 
 class Facade(ModuleType):
@@ -147,6 +147,12 @@ def _build_os(own: Owner) -> Facade:
         own.process.descriptors.discard(descriptor)
         os.close(descriptor)
 
+    def create_in_memory(name: str) -> int:
+        descriptor = os.memfd_create(name)
+        if sys._getframe(1).f_code.co_qualname in HOLDERS:
+            own.process.descriptors.add(descriptor)
+        return descriptor
+
     def fsync(descriptor: int) -> None:
         own.process.point("fsync")
         own.disk.sync(descriptor)
@@ -156,6 +162,8 @@ def _build_os(own: Owner) -> Facade:
         if descriptor in (1, 2):
             own.process.output.append(bytes(data).decode())
             return len(data)
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:"):
+            return os.write(descriptor, data)
         own.disk.check_space(own.process)
         size = own.process.random.randint(1, len(data)) if own.process.random.random() < 0.05 else len(data)
         return os.write(descriptor, data[:size])
@@ -182,6 +190,7 @@ def _build_os(own: Owner) -> Facade:
         getppid=lambda: LAUNCHER_PID,
         _exit=leave,
         open=open_descriptor,
+        memfd_create=create_in_memory,
         close=close,
         fsync=fsync,
         write=write,

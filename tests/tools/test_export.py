@@ -101,11 +101,12 @@ def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, s
 
 
 def test_nothing_is_overwritten(tmp_path: Path, models: dict[str, nn.Module]) -> None:
-    file = tmp_path / "x.safetensors"
-    file.write_text("mine")
-    with pytest.raises(Error, match=r"/x.safetensors exists already: name another file, or remove it"):
-        run_export([str(tmp_path / "run"), str(file)])
-    assert (file.read_text(), find_files(tmp_path)) == ("mine", [file.name])
+    mine = "x.safetensors"
+    (tmp_path / mine).write_text("mine")
+    with pytest.raises(Error, match=rf"/{mine} exists already: name another file, or remove it"):
+        run_export([str(tmp_path / "run"), str(tmp_path / "x.safetensors")])
+    assert (tmp_path / mine).read_text() == "mine"
+    assert find_files(tmp_path) == [mine]
 
 
 def test_a_damaged_snapshot_is_skipped(

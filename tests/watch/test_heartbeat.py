@@ -23,7 +23,10 @@ from support.waiting import wait_until
 
 import samestep
 from samestep.decoding import convert, decode
-from samestep.tools.live_view import describe_end, format_rows
+from samestep.tools.live_view import (
+    describe_end,
+    format_rows,
+)
 from samestep.watch.beats import EXCHANGES, WARM_UP, Beat, PhaseClock, read_process_state
 from samestep.watch.diagnosis import RankFacts, build_limits
 from samestep.watch.heartbeat import BeatExchange, Files, Heartbeat, Message
@@ -46,20 +49,28 @@ class Box:
         return [decode(self.texts[name], kind) for name in names] if {*names} <= {*self.texts} else None
 
 
-def refuse(*_: Any) -> None:
-    raise AssertionError("no test is to be ended")
-
-
 @contextmanager
 def heartbeat(
-    rank: int, box: Any, *, world_size: int = 2, is_last: bool = True, files: Files = NO_FILES, **more: Any
+    rank: int,
+    box: Box | None,
+    world_size: int = 2,
+    stuck_after_s: int = 3,
+    is_last: bool = True,
+    files: Files = NO_FILES,
+    **more: Any,
 ) -> Iterator[tuple[PhaseClock, list[str]]]:
     """Build a rank's heartbeat for this thread. Returns its pulse and the lines that it prints."""
     said: list[str] = []
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("no test is to be ended")
+
     pulse = PhaseClock()
-    limits = replace(build_limits(3), stop_s=1e9)
-    facts = RankFacts(rank, range(world_size), "here", limits, said.append, refuse, refuse, refuse, **more)
-    beating = Heartbeat(pulse, facts, files, box)
+    limits = replace(build_limits(stuck_after_s), stop_s=1e9)
+    members = more.pop("members", range(world_size))
+    facts = RankFacts(rank, members, "here", limits, said.append, refuse, refuse, refuse, **more)
+    entries: Any = box
+    beating = Heartbeat(pulse, facts, files, entries)
     try:
         yield pulse, said
     finally:
@@ -138,19 +149,27 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
 
 
 def test_a_disk_that_hangs_does_not_silence_the_leader(tmp_path: Path) -> None:
+    def hang() -> bool:
+        held.wait(DEADLINE_S)
+        return False
+
     held = threading.Event()
-    files = Files(tmp_path, may_write=lambda: not held.wait(DEADLINE_S))
-    with heartbeat(0, None, world_size=1, files=files) as (pulse, said):
+    with heartbeat(0, None, world_size=1, files=Files(tmp_path, may_write=hang)) as (pulse, said):
         pulse.enter("saving", 4)
         wait_until(lambda: said, "it names the rank that is stuck")
         held.set()
-    assert said[0].startswith("rank 0 (host here) has been saving for "), said
+    assert re.match(r"rank 0 \(host here\) has been saving for ", said[0]), said
 
 
 def test_a_rank_whose_check_does_not_run_is_silent() -> None:
     """Its other threads do not keep it alive: another rank leads."""
+
+    def hang(rank: int) -> bool:
+        held.wait(DEADLINE_S)
+        return False
+
     held, box = threading.Event(), Box()
-    with heartbeat(1, box) as (_, said), heartbeat(0, box, is_lost=lambda rank: not held.wait(DEADLINE_S)):
+    with heartbeat(1, box) as (_, said), heartbeat(0, box, is_lost=hang):
         wait_until(lambda: said, "rank 1 leads")
         held.set()
     assert said[0].startswith("nothing was heard of rank 0 (host here) for "), said
@@ -158,9 +177,13 @@ def test_a_rank_whose_check_does_not_run_is_silent() -> None:
 
 def test_beats_of_a_store_that_does_not_answer() -> None:
     """The thread that requests the beats is blocked, and the other thread reports it."""
-    held, box = threading.Event(), Box()
-    with heartbeat(1, box) as (_, said):
-        box.put = lambda name, value: held.wait(DEADLINE_S)
+
+    class Dead(Box):
+        def put(self, name: str, value: Any) -> None:
+            held.wait(DEADLINE_S)
+
+    held = threading.Event()
+    with heartbeat(1, Dead()) as (_, said):
         wait_until(lambda: said, "it says that it is cut off")
         held.set()
     assert said[0].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
@@ -181,10 +204,16 @@ def test_the_file_for_watch_is_removed_at_the_end(tmp_path: Path, is_last: bool)
 # --- the state of a thread ------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_nobody_has_waited_for_is_dead() -> None:
-    child = subprocess.Popen(["true"])
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
+def test_the_state_of_a_process() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    assert read_process_state(child.pid) == "alive"
+    child.send_signal(19)
+    wait_until(lambda: read_process_state(child.pid) == "stopped", "it is stopped")
+    child.kill()
     wait_until(lambda: read_process_state(child.pid) == "dead", "it is a zombie")
     child.wait()
+    assert read_process_state(child.pid) == "dead"
 
 
 # --- samestep watch ---------------------------------------------------------------------------------------------------

@@ -62,17 +62,11 @@ class Listed:
 FAILURE = "RuntimeError: no connection"
 
 
-def begin(*receivers: Listed, resumed_step: int = 0) -> tuple[Trackers, list[str]]:
-    """Start trackers. Returns them, and the list of the warnings."""
-    warnings: list[str] = []
-    trackers = Trackers(receivers, warnings.append)
-    trackers.start(about(None, resumed_step=resumed_step))
-    return trackers, warnings
-
-
 def test_a_failing_tracker_loses_its_rows_only() -> None:
+    warnings: list[str] = []
     good, bad = Listed(), Listed(2, 4)
-    trackers, warnings = begin(bad, good)
+    trackers = Trackers([bad, good], warnings.append)
+    trackers.start(about(None))
     for step in range(1, 6):
         trackers.log({"loss": 1.0}, step)
         while bad.num_failures < step // 2:
@@ -98,21 +92,24 @@ class Slow(Listed):
 
 def test_a_slow_tracker_does_not_delay_the_training() -> None:
     slow = Slow()
-    trackers, warnings = begin(slow)
+    trackers = Trackers([slow], pytest.fail)
+    trackers.start(about(None))
     weights = torch.zeros(2)
     for step in range(100):  # returns before the first row is taken
         weights += 1
         trackers.log({"weights": weights}, step)
     slow.answer.set()
     trackers.finish("done")
-    assert (slow.steps, warnings) == ([*range(100)], [])
+    assert slow.steps == list(range(100))
     assert [what[1]["weights"].tolist() for what in slow.heard[1:101]] == [[step + 1.0] * 2 for step in range(100)]
 
 
 def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module, "MAX_BYTES", 10 << 10)
+    warnings: list[str] = []
     slow = Slow()
-    trackers, warnings = begin(slow)
+    trackers = Trackers([slow], warnings.append)
+    trackers.start(about(None))
     for step in range(20):
         trackers.log({"loss": step}, step)
     slow.answer.set()
@@ -123,8 +120,10 @@ def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tracker_that_hangs_at_the_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module, "PATIENCE_S", 0.05)
+    warnings: list[str] = []
     slow, good = Slow(), Listed()
-    trackers, warnings = begin(slow, good)
+    trackers = Trackers([slow, good], warnings.append)
+    trackers.start(about(None))
     trackers.log({"loss": 1.0}, 1)
     trackers.finish("done")
     assert warnings == ["tracker Slow has failed, and may lack rows: it did not return within 0 s at the end"]
@@ -134,15 +133,18 @@ def test_a_tracker_that_hangs_at_the_end_is_left(monkeypatch: pytest.MonkeyPatch
 
 def test_a_tracker_that_cannot_start_stops_a_new_run_and_the_others() -> None:
     good, bad = Listed(), Listed("start")
+    trackers = Trackers([good, bad], pytest.fail)
     with pytest.raises(Error, match=rf"^tracker Listed cannot start \({FAILURE}\): correct its arguments"):
-        begin(good, bad)
+        trackers.start(about(None))
     assert good.heard[-1] == ("finish", "failed")
     assert bad.heard == []
 
 
 def test_a_resumed_run_continues_without_a_tracker_that_cannot_start() -> None:
+    warnings: list[str] = []
     good, bad = Listed(), Listed("start")
-    trackers, warnings = begin(bad, good, resumed_step=7)
+    trackers = Trackers([bad, good], warnings.append)
+    trackers.start(about(None, resumed_step=7))
     trackers.log({"loss": 1.0}, 8)
     trackers.finish("done")
     assert (bad.heard, good.steps) == ([], [8])

@@ -6,7 +6,6 @@ import samestep
 from samestep.world.environment import (
     Restart,
     read_environment,
-    read_master,
     read_overrides,
     read_rank,
 )
@@ -21,7 +20,7 @@ TORCHRUN = {
 }
 
 
-OURS = TORCHRUN | {"SAMESTEP_LAUNCHER": "1", "SAMESTEP_ERROR_DIR": "/tmp/x"}
+OURS = TORCHRUN | {"SAMESTEP_LAUNCHER": "1"}
 BY_HAND = {name: value for name, value in TORCHRUN.items() if "LOCAL" not in name}
 
 
@@ -40,7 +39,6 @@ def test_the_place_of_this_process(variables: dict[str, str], place: tuple[int, 
     found = read_environment(variables)
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == place
     assert (found.launcher, found.restart, found.overrides) == (launcher, None, {})
-    assert found.error_dir == variables.get("SAMESTEP_ERROR_DIR")
 
 
 @pytest.mark.parametrize("restart", [Restart("rank 3 was killed by SIGKILL", 3), Restart('a node "b" was lost')])
@@ -79,13 +77,4 @@ def test_rank_for_errors(monkeypatch: pytest.MonkeyPatch, variables: dict[str, s
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert read_rank() == rank
-    monkeypatch.undo()
-
-
-def test_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OSError, match="MASTER_ADDR"):
-        read_master()
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert read_master() == ("10.0.0.1", 29500)
     monkeypatch.undo()

@@ -13,15 +13,13 @@ from support.ports import reserve_port
 
 import samestep
 from samestep.errors import Error, NotHealed, PeerFailed
-from samestep.launch.local_ranks import open_store
+from samestep.launch.launcher import open_store
 from samestep.snapshot.mirror import Unreachable
 from samestep.torch_internals import list_gloo_sockets
 from samestep.world import process_group, transport
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, may_be_death
 from samestep.world.group_opening import choose_device, find_ranks, open_group
-from samestep.world.process_group import close_group
-from samestep.world.rendezvous_store import SignedEntries
 
 CPU = torch.device("cpu")
 
@@ -30,32 +28,6 @@ CPU = torch.device("cpu")
 def free_port() -> Iterator[int]:
     with reserve_port() as port:
         yield port
-
-
-def test_a_text_that_no_rank_has_signed_is_left_out() -> None:
-    """A process that can connect to the store can read and write all of it."""
-    store = dist.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        ranks = [SignedEntries(b"of all ranks"), SignedEntries(b"of all ranks")]
-        other_program = dist.TCPStore("127.0.0.1", store.port, None, False)  # type: ignore[attr-defined]
-        names = ["beat/0", "beat/1"]
-        for name, entries in zip(names, ranks, strict=True):
-            entries.put(name, f"of {name}")
-            assert entries.get(name, str) == f"of {name}"  # an answer on the same connection: the store has received it
-        assert ranks[0].read(names, str) == ["of beat/0", "of beat/1"]
-        (key,) = (key for key in other_program.list_keys() if key.endswith("beat/1"))
-        signed = bytes(other_program.get(key))
-        other = bytes(other_program.get(key.replace("beat/1", "beat/0")))
-        for forged in (b"of beat/1", b"", b"\xff" * 50, signed[:-1] + b"2", other):
-            other_program.set(key, forged)
-            assert other_program.check([key])
-            assert ranks[0].read(names, str) == ["of beat/0"], forged
-        other_program.set(key, signed)
-        assert other_program.check([key])
-        assert ranks[0].read(names, str) == ["of beat/0", "of beat/1"]
-    finally:
-        close_group()
 
 
 def join() -> Group:
@@ -117,39 +89,6 @@ def test_ranks_with_another_torch(compares: bool) -> None:
         assert samestep.spawn(call, 2) == [0, 1]
 
 
-def test_alone_there_is_no_process_group() -> None:
-    def call() -> tuple[bool, Any, Any]:
-        group = join()
-        group.barrier()
-        thing = object()
-        return dist.is_initialized(), group.broadcast(thing) is thing, group.once(lambda: thing) is thing
-
-    assert samestep.spawn(call) == (False, True, True)
-
-
-def test_an_error_of_once_is_raised_on_all_ranks() -> None:
-    def fn(group: Group) -> str:
-        def fail() -> None:
-            raise samestep.InvalidValue("there is no such file")
-
-        with pytest.raises(samestep.InvalidValue, match="there is no such file"):
-            group.once(fail)
-        with pytest.raises(KeyError if group.rank == 0 else PeerFailed, match="a column"):
-            group.once({}.__getitem__, "a column")
-        with pytest.raises(samestep.InvalidType, match="rank 0 cannot send a value to the other ranks: cannot pickle"):
-            group.once(lambda: (x for x in "ab"))
-        return group.once(lambda: "still there")
-
-    assert on_ranks(3, fn) == ["still there"] * 3
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_each(num_ranks: int) -> None:
-    on = [0, 2][:num_ranks]
-    found = on_ranks(num_ranks, lambda group: group.each(lambda: 10 * group.rank, on=on))
-    assert found == [[10 * rank for rank in on if rank < num_ranks]] * num_ranks
-
-
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
     def fn(group: Group) -> str:
         def fail() -> None:
@@ -159,20 +98,11 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
             group.each(fail, on=[1, 2])
         with pytest.raises(OSError if group.rank == 0 else PeerFailed, match="never mind"):
             group.each(fail, on=[0])
+        with pytest.raises(samestep.InvalidType, match="rank 0 cannot send a value to the other ranks: cannot pickle"):
+            group.once(lambda: (x for x in "ab"))
         return group.each(lambda: "still there", on=[2])[0]
 
     assert on_ranks(3, fn) == ["still there"] * 3
-
-
-def test_agree() -> None:
-    def fn(group: Group) -> str:
-        group.agree({"a": 1, "b": [2, "x"]})
-        with pytest.raises(samestep.Error) as caught:
-            group.agree({"a": 1, "b": group.rank // 2})
-        return str(caught.value)
-
-    assert set(on_ranks(3, fn)) == {"b is 0 on rank 0 and 1 on rank 2: make it the same on all ranks"}
-    Group(0, 1, CPU).agree({"a": 1})
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

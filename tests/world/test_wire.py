@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from samestep.errors import Error
-from samestep.world.wire import seal, unseal
+from samestep.world.signed import seal, unseal
 
 
 class Runs:

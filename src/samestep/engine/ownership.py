@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 
 from samestep.engine.routes import pass_along_ring
 from samestep.plan.owners import choose_owners
-from samestep.world.chunks import split_chunks
 from samestep.world.group import Group
+from samestep.world.transport import split_chunks
 
 CHUNK_BYTES = 4 << 20  # on 4 ranks, 1 and 16 MiB took longer
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from samestep.plan.tree import Layout
 from samestep.world.local_sockets import LocalSockets
+from samestep.world.process_group import Transfer, wait_for_messages
 from samestep.world.transport import plan_gather
-from samestep.world.waiter import Transfer, wait_for_messages
 
 Messages = Iterator[Sequence[Transfer]]
 

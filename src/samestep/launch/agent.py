@@ -1,62 +1,54 @@
-"""The agent of one machine: executes what the supervisor decides, and reports what happens to its ranks.
+"""The agent of one machine: executes what the supervisor decides, and reports what happens to its ranks."""
 
-On one machine, and on node 0 of several, the agent also holds the supervisor. The other nodes' agents reach it by a
-link (link.py).
-"""
-
-import dataclasses
-import secrets
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 
-from samestep.config import Overrides
-from samestep.console import say, saying_when_slow
-from samestep.errors import Error
-from samestep.files import read_text
-from samestep.launch.link import Link, is_listening
-from samestep.launch.local_ranks import POLL_S, Ranks, build_variables, open_store
-from samestep.launch.node_messages import (
-    Board,
+from samestep.config import PREFIX, Overrides, to_variables
+from samestep.console import print_error, say
+from samestep.errors import Stuck, add_code
+from samestep.files import open_regular, read_tail, replace_file
+from samestep.launch.forkserver import ForkServer
+from samestep.launch.link import (
     Broken,
-    Continue,
+    Ended,
     EndStuck,
     Event,
     Finish,
     Joined,
-    Lost,
     Message,
+    Nodes,
     Print,
     Report,
     Signal,
     Signalled,
     Start,
-    Tick,
+    derive_key,
 )
-from samestep.launch.nodes import Nodes, derive_key, find_own_address
-from samestep.launch.supervisor import Policy, Supervisor
+from samestep.launch.rank_reports import RankFailure, Reports, build_failure, describe_death
 from samestep.launch.target import Target
-from samestep.processes import wait_until
-from samestep.world.environment import (
-    BEGUN,
-    CONTINUES,
-    SECRET,
-    BegunRun,
-    Outcome,
-    find_exit_code,
-    read_host,
-)
+from samestep.processes import kill_group
+from samestep.world.environment import FAILURE, HEAL, SECRET, BegunRun, child_variables, read_host
 from samestep.world.host import find_interface, find_source
-from samestep.world.membership import READY, STUCK, have_come, name_generation
-from samestep.world.rendezvous_store import SignedEntries
 
-GREETING_S = 10.0  # for a store to answer
-SAY_S = 5.0  # an agent that waits longer for node 0 says so
-FLUSH_S = 5.0  # for the nodes to receive the end
+LOOPBACK = "lo" if sys.platform == "linux" else ""  # else gloo resolves the host's name
+POLL_S = 0.1
+TAIL_LINES = 20
+DEAD_SERVER = (
+    "the process that starts the ranks has died or was killed (out of memory?), and the ranks with it: look into the "
+    "system's log, and start again"
+)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -68,6 +60,7 @@ class Launch:
         received: the signals that this process has received so far.
         heals: whether the other ranks continue if one dies.
         variables: more environment variables for the ranks.
+        shows_all: whether the output of all ranks goes to the terminal, not only that of rank 0.
         prints: whether failures are printed.
     """
 
@@ -75,207 +68,208 @@ class Launch:
     num_ranks: int
     overrides: Overrides
     received: Sequence[int]
+    nodes: Nodes = field(default_factory=Nodes)
     max_restarts: int = 0
     heals: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    shows_all: bool = False
     prints: bool = True
 
 
-class Agent:
-    """The agent of one machine.
+def build_variables(launch: Launch, start: Start, run: BegunRun | None, interface: str) -> list[dict[str, str]]:
+    """Build the environment of each rank on this machine.
 
     Args:
-        nodes: the nodes of the launch; None: only this machine.
+        run: whose loop has begun last; a restart continues it.
+        interface: the network interface to the other ranks; "" if unknown.
+    """
+    nodes = launch.nodes
+    overrides = launch.overrides
+    variables: dict[str, str] = {}
+    if start.restart is not None:
+        variables = start.restart.to_variables()
+        if run is not None:
+            if overrides.get("fresh") or not run.is_done:
+                variables |= run.to_variables()
+            overrides = {**overrides, "resume": "latest", "fresh": False}
+    backends = ("GLOO", "NCCL") if nodes.num_nodes > 1 else ("GLOO",)
+    common = {
+        "OMP_NUM_THREADS": str(overrides.get("num_threads") or 1),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for determinism; read when CUDA starts
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0" if start.heals else "1",  # 1 ends a rank if another one has died
+        **({f"{backend}_SOCKET_IFNAME": interface for backend in backends} if interface else {}),
+        **child_variables(),
+        **to_variables(overrides),
+        **({HEAL: "1"} if start.heals else {}),
+        **variables,
+        PREFIX + "LAUNCHER": launch.target.kind,
+        SECRET: derive_key(nodes.secret, "the ranks"),
+        "WORLD_SIZE": str(start.world_size),
+        "LOCAL_WORLD_SIZE": str(launch.num_ranks),
+        "GROUP_RANK": str(start.node),
+        "GROUP_WORLD_SIZE": str(nodes.num_nodes),
+        "MASTER_ADDR": nodes.host,
+        "MASTER_PORT": str(start.port),
+        # Makes init_process_group connect to the existing store instead of opening one in rank 0.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(start.num_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": str(start.port),
+        **launch.variables,
+    }
+    return [{**common, "RANK": str(start.first_rank + i), "LOCAL_RANK": str(i)} for i in range(launch.num_ranks)]
+
+
+class Agent:
+    """The agent of one machine. One server forks its ranks; when all have ended, it can start them again.
 
     Attributes:
         end: how the launch has ended.
+        reports: of the ranks.
     """
 
-    def __init__(self, ranks: Ranks, launch: Launch, nodes: Nodes | None = None) -> None:
-        self.ranks = ranks
-        self.launch = launch
-        self.nodes = nodes
+    def __init__(self, server: ForkServer, launch: Launch) -> None:
         self.end: Finish | None = None
-        self.secret = secrets.token_hex() if nodes is None else derive_key(nodes.secret, "the ranks")
+        self.reports = Reports()
+        self._server = server
+        self._launch = launch
+        self._directory = ""  # temporary, of the present start
+        self._pids: dict[int, int] = {}  # of the ranks that run
         self._num_signals = 0
 
     def describe(self) -> Joined:
         """Describe this node to the supervisor."""
-        address = "" if self.nodes is None else find_source(self.nodes.host)
-        return Joined(read_host(), self.launch.num_ranks, address)
+        return Joined(read_host(), self._launch.num_ranks, find_source(self._launch.nodes.host))
+
+    def close(self) -> None:
+        """Remove the temporary files."""
+        self._remove_directory()
+        self.reports.close()
 
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, waiting for a moment."""
-        events: list[Event] = []
-        try:
-            events += self.ranks.poll()
-        except Error as error:
-            events.append(Broken(str(error), error.code))
-            time.sleep(POLL_S)
-        received = self.launch.received
+        events = self._poll_server()
+        received = self._launch.received
         events += [Signalled(signum) for signum in received[self._num_signals :]]
         self._num_signals = len(received)
         return events
 
+    def _poll_server(self) -> list[Event]:
+        try:
+            event = self._server.receive(POLL_S) or {}
+        except (EOFError, OSError):
+            event = {"error": DEAD_SERVER}
+        match event:
+            case {"started": pids}:
+                self._pids = pids
+            case {"error": message}:  # the server has ended, and the ranks with it
+                for pid in self._pids.values():
+                    kill_group(pid)
+                self._pids = {}
+                time.sleep(POLL_S)
+                return [Broken(message, "SS513")]
+            case {"rank": rank, "code": code, "time_s": time_s, "signals": signals}:
+                return [self._note_end(rank, code, time_s, signals)]
+        return []
+
+    def _note_end(self, rank: int, code: int, time_s: float, signals: Sequence[int]) -> Ended:
+        """Note the end of a rank. `signals`: which it was sent."""
+        self._pids.pop(rank)
+        # A rank that ends by the signal that it was sent has not failed.
+        is_obedient = -code in (signals if code == -signal.SIGKILL else STOP_SIGNALS) and bool(signals)
+        self.reports.read()
+        failure = self.reports.failures.get(rank) if code else None
+        if code and not is_obedient and failure is None:
+            failure = RankFailure(rank, time_s, code, False, "died", describe_death(code))
+        if failure is not None and not self._is_shown(rank):
+            failure = self._exchange_with_log(failure)
+        return Ended(rank, code, time_s, failure, self.reports.outcome)
+
+    def _exchange_with_log(self, failure: RankFailure) -> RankFailure:
+        """Write a traceback, which the rank has not printed, to its log. Without one, add the end of the log."""
+        log = self.reports.logs.get(failure.rank, "")
+        with suppress(OSError):
+            if not failure.traceback:
+                text = read_tail(Path(log or f"{self._directory}/rank{failure.rank}.log"))
+                return replace(failure, log="\n".join(text.splitlines()[-TAIL_LINES:]))
+            if log and not failure.secondary:
+                with open(log, "a", opener=open_regular) as file:
+                    file.write(failure.traceback)
+        return failure
+
+    # --- commands ---------------------------------------------------------------------------------------------
+
     def execute(self, command: Message) -> None:
         """Do what the supervisor has decided."""
-        ranks = self.ranks
         match command:
             case Start():
                 self._start(command)
-            case Signal():
-                ranks.signal(command.signum, spares=command.spares)
-            case EndStuck():
-                ranks.end_stuck(command.rank, command.reason)
-            case Print() if self.launch.prints:
-                say(command.sentence)
-            case Report() if self.launch.prints:
-                ranks.report(command)
+            case Signal(signum, spares):
+                self.reports.read()
+                # A rank that has reported an error completes a snapshot that it is writing, and ends within LEAVE_S.
+                self._server.signal(signum, [*self.reports.failures] if spares else [])
+            case EndStuck(rank, reason) if rank in self._pids:
+                self.reports.failures[rank] = build_failure(rank, Stuck(reason), 1)
+                kill_group(self._pids[rank])
+            case Print(sentence) if self._launch.prints:
+                say(sentence)
+            case Report() if self._launch.prints:
+                self._report(command)
             case Finish():
                 self.end = command
             case _:
                 pass
 
     def _start(self, start: Start) -> None:
-        launch = self.launch
-        nodes = self.nodes
-        overrides = launch.overrides
-        network: dict[str, str] = {}
-        if nodes is not None:
-            network = {"host": nodes.host, "interface": find_interface([nodes.host, start.peer])}
+        """Request the ranks. Returns before their processes exist."""
+        launch = self._launch
+        interface = LOOPBACK
+        if launch.nodes.num_nodes > 1:
+            interface = find_interface([launch.nodes.host, *start.addresses])
             if not start.node:
                 say(start.sentence)
-        variables = {**launch.variables}
-        if start.restart is not None and (self.ranks.directory / BEGUN).exists():  # continue that run
-            text = read_text(self.ranks.directory / BEGUN)
-            if overrides.get("fresh") or not BegunRun.from_text(text).is_done:
-                variables[CONTINUES] = text
-            overrides = {**overrides, "resume": "latest", "fresh": False}
-        own = build_variables(launch.num_ranks, start, overrides, self.secret, **network)
-        self.ranks.start(launch.target, [each | variables for each in own])
-
-
-class Supervision:
-    """The supervisor with what it needs to act: the ranks' store, and the links to other nodes.
-
-    Args:
-        agent: that of this machine.
-        link: None for a launch on one machine.
-        open_store: opens a store for the ranks of a start: a new one, since the old one holds the earlier addresses.
-    """
-
-    def __init__(self, agent: Agent, link: Link | None = None, open_store: Callable[[], Any] = open_store) -> None:
-        launch = agent.launch
-        nodes = agent.nodes
-        policy = Policy(max_restarts=launch.max_restarts, heals=launch.heals)
-        if nodes is not None:
-            policy = dataclasses.replace(
-                policy, num_nodes=nodes.num_nodes, join_s=nodes.timeout_s, endpoint=nodes.endpoint
-            )
-        self._agent = agent
-        self._link = link
-        self._open_store = open_store
-        self._store: Any = None
-        self._entries: Any = None  # of this store
-        self._supervisor = Supervisor(policy, time.monotonic())
-        self._handle(0, agent.describe())
-
-    def run(self) -> Finish:
-        """Run the launch to its end."""
-        agent = self._agent
-        while agent.end is None:
-            events: list[tuple[int, Message]] = [(0, event) for event in agent.poll()]
-            if self._link is not None:
-                events += self._link.receive()
-            if self._store is not None and agent.launch.heals:
-                events.insert(0, (0, self._read_board()))
-            for node, event in events or [(0, Tick())]:
-                self._handle(node, event)
-        return agent.end
-
-    def _handle(self, node: int, event: Message) -> None:
-        for target, command in self._supervisor.handle(node, event, time.monotonic()):
-            if isinstance(command, Continue):
-                self._entries.put(name_generation(command.number), command.members)
-                continue
-            told = command
-            if isinstance(command, Start):
-                if target == 0:
-                    self._store = self._open_store()
-                    self._entries = SignedEntries(self._agent.secret.encode(), self._store)
-                told = replace(command, port=int(self._store.port))
-            if target == 0:
-                self._agent.execute(told)
-            elif self._link is not None:
-                self._link.send(target, told)
-
-    def _read_board(self) -> Board:
-        store = self._store
-        generation = self._supervisor.generation
-        stuck, reason = self._entries.get(STUCK, tuple[list[int], str]) or ([], "")
-        return Board(
-            is_ready=int(store.add(READY, 0)) >= self._supervisor.world_size,
-            has_met=have_come(store, generation.number, generation.members),
-            stuck=stuck,
-            reason=reason,
+        variables = build_variables(launch, start, self.reports.run, interface)
+        self._remove_directory()
+        self._directory = tempfile.mkdtemp(prefix="samestep-")
+        self.reports.clear()
+        numbers = range(start.first_rank, start.first_rank + launch.num_ranks)
+        self._server.start(
+            [
+                {"rank": rank, "variables": own, "is_shown": self._is_shown(rank)}
+                for rank, own in zip(numbers, variables, strict=True)
+            ],
+            target=asdict(launch.target),
+            cwd=os.getcwd(),
+            directory=self._directory,
+            reports=self.reports.file,
         )
 
+    def _report(self, report: Report) -> None:
+        """Print the failure of a rank; the reason comes last, and once."""
+        failure = report.failure
+        log = self.reports.logs.get(failure.rank, "")
+        if log and not failure.secondary:
+            content = json.dumps({"rank": failure.rank, "reason": failure.reason})
+            with suppress(OSError):
+                replace_file(Path(log).with_name(FAILURE), content.encode())
+        others = "; the others were stopped" if report.world_size > 1 else ""
+        is_said = failure.kind == "exit" and self._is_shown(failure.rank)  # it has printed its reason
+        if failure.kind == "error":
+            print_error(f"samestep: error: {add_code(failure.message, failure.error_code)}")
+        elif failure.traceback:
+            if others:
+                print_error(f"samestep: rank {failure.rank} of {report.world_size} failed{others}")
+            print_error(failure.traceback.rstrip("\n"))
+        elif failure.log:
+            print_error(f"samestep: the end of rank {failure.rank}'s output{log and f' ({log})'}:\n{failure.log}")
+        if report.then:
+            print_error(f"samestep: {failure.reason}{report.then}")
+        elif not (failure.kind == "error" or failure.traceback or is_said):
+            print_error(f"samestep: {failure}{others}")
 
-def run_agent(ranks: Ranks, launch: Launch, nodes: Nodes | None = None) -> Finish:
-    """Run the ranks of this machine to the end of the launch. Raises Error if the nodes do not find each other."""
-    agent = Agent(ranks, launch, nodes)
-    if nodes is None:
-        return Supervision(agent).run()
-    others = range(1, nodes.num_nodes) if nodes.node == 0 else [0]
-    link = Link(nodes.node, others, derive_key(nodes.secret, "the nodes"), _find_store(nodes))
-    link.start()
-    try:
-        if nodes.node:
-            return _follow(agent, nodes, link)
-        address = find_own_address(nodes.host)
-        return Supervision(agent, link, lambda: open_store(address)).run()
-    finally:
-        link.close(FLUSH_S)
+    def _is_shown(self, rank: int) -> bool:
+        """Return whether the output of a rank goes to the terminal."""
+        return self._launch.shows_all or rank == 0
 
-
-def _find_store(nodes: Nodes) -> Callable[[], Any]:
-    """Return a function that opens the nodes' store, or a connection to it. Raises Error if the port is in use."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    if nodes.node == 0 and not nodes.has_store:
-        store = open_store(find_own_address(nodes.host), nodes.port)
-        return lambda: PrefixStore("samestep/nodes", store)
-
-    def connect() -> Any:
-        if not wait_until(lambda: is_listening(nodes.host, nodes.port), nodes.timeout_s, every_s=0.2):
-            raise OSError("nothing listens there")
-        limit = timedelta(seconds=GREETING_S)
-        return PrefixStore("samestep/nodes", TCPStore(nodes.host, nodes.port, None, False, limit))
-
-    return connect
-
-
-def _follow(agent: Agent, nodes: Nodes, link: Link) -> Finish:
-    """Run the agent of a node without the supervisor."""
-    link.send(0, agent.describe())
-    deadline_s = time.monotonic() + nodes.timeout_s
-    with saying_when_slow(f"waiting for up to {nodes.timeout_s:.0f} s for the launcher at {nodes.endpoint}", SAY_S):
-        while not (link.sees(0) or agent.launch.received):
-            if not link.is_alive() or time.monotonic() > deadline_s:
-                raise Error(
-                    f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s: start the launcher on that "
-                    f"machine too, with the same {SECRET}, and check that no firewall closes the port",
-                    code="SS507",
-                )
-            time.sleep(POLL_S)
-    if agent.launch.received:
-        return Finish(find_exit_code(Outcome.STOPPED, agent.launch.received[0]))
-    while agent.end is None:
-        for event in agent.poll():
-            link.send(0, event)
-        for _, message in link.receive():
-            agent.execute(message)
-            if isinstance(message, Lost) and agent.end is None:
-                lost = f"the launcher at {nodes.endpoint}, the rendezvous of the nodes, has ended"
-                agent.end = Finish(1, f"{lost}: the same commands resume from the newest snapshot")
-    return agent.end
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 from samestep.console import print_error
 from samestep.errors import Error
-from samestep.launch.output import install
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
+from samestep.launch.rank_reports import redirect_output
 from samestep.processes import Held, die_with_parent, hold, kill_group, wait_or_kill
 from samestep.world.environment import child_variables
 
@@ -78,14 +78,14 @@ class ForkServer(Held):
         gc.enable()
         return pid
 
-    def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
+    def start(self, ranks: list[dict[str, Any]], *, reports: int, **common: Any) -> None:
         """Fork ranks, after the end of earlier ones. They inherit this process's stdout and stderr.
 
-        For the fields see `rank_process.run_rank`.
+        For `reports` and the other fields see `rank_process.run_rank`.
         """
         with suppress(OSError):  # `receive` reports that the server has ended
             self._connection.send({"start": ranks, "common": common})
-            for file in (1, 2):
+            for file in (1, 2, reports):
                 send_handle(self._connection, file, self._pid)
 
     def signal(self, signum: int, spared: Sequence[int] = ()) -> None:
@@ -230,7 +230,7 @@ class _Server:
         """Process a request. Returns False if the client has ended."""
         try:
             request = self.client.recv()
-            files = [recv_handle(self.client) for _ in range(2)] if "start" in request else []
+            files = [recv_handle(self.client) for _ in range(3)] if "start" in request else []
         except (EOFError, OSError):
             return False
         if files:
@@ -251,21 +251,21 @@ class _Server:
             self.send({"error": f"the process that starts the ranks has failed ({type(error).__name__}: {error})"})
             print_error("".join(traceback.format_exception(error)))
 
-    def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int) -> None:
+    def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int, reports: int) -> None:
         self.directory = common["directory"]
         self.signals = []
         pids = {}
         # This process ignores them, and a rank would lose one until it has its handlers: `run_rank` unblocks them.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         for fields in ranks:
-            pid = self.fork(out, err, {**common, **fields})
+            pid = self.fork(out, err, {**common, **fields, "reports": reports})
             self.ranks[pid] = fields["rank"], os.pidfd_open(pid)
             self.selector.register(self.ranks[pid][1], selectors.EVENT_READ)
             pids[fields["rank"]] = pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         self.send({"started": pids})
-        os.close(out)
-        os.close(err)
+        for file in (out, err, reports):
+            os.close(file)
 
     def fork(self, out: int, err: int, fields: dict[str, Any]) -> int:
         """Fork a rank. Returns its pid. Raises Error if there can be no further process."""
@@ -324,5 +324,5 @@ def become_rank(server_pid: int, out: int, err: int, fields: dict[str, Any]) -> 
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.close(out)
-    install(Path(fields["directory"], f"rank{fields['rank']}.log"), err, is_shown=fields.pop("is_shown"))
+    redirect_output(Path(fields["directory"], f"rank{fields['rank']}.log"), err, is_shown=fields.pop("is_shown"))
     run_rank(**fields)

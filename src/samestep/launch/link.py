@@ -1,10 +1,11 @@
-"""Messages between the nodes of a launch, through a store on node 0.
+"""The messages between the nodes of a launch, through a store on node 0. A node is one machine's agent.
 
 Everything that reaches the store's port can write to it, so that each entry is signed with the nodes' secret, together
 with its name. A node writes its beat again and again: the name of its process, and a number. Messages are in entries
 that are named by both processes and numbered, so that those of an earlier start, or a repeated one, are never read.
 """
 
+import hmac
 import secrets
 import socket
 import threading
@@ -14,11 +15,196 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.launch.node_messages import Lost, Message
-from samestep.world.rendezvous_store import SignedEntries
+from msgspec import Struct
+
+from samestep.launch.rank_reports import RankFailure
+from samestep.world.environment import Outcome, Restart
+from samestep.world.signed import SignedEntries
 
 EVERY_S = 0.05  # between two looks into the store
 LOST_S = 3.0  # without a beat
+LOCALHOST = "127.0.0.1"
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+class Tick(Struct, tag=True, frozen=True):
+    """Time has passed."""
+
+
+class Joined(Struct, tag=True, frozen=True):
+    """A node is there.
+
+    Attributes:
+        host: its name.
+        address: from which it reaches the others; "" on one machine.
+    """
+
+    host: str
+    num_ranks: int
+    address: str = ""
+
+
+class Ended(Struct, tag=True, frozen=True):
+    """The process of a rank has ended.
+
+    Attributes:
+        code: exit code, or minus the signal that killed it.
+        time_s: wall-clock time.
+        failure: None if it has done what it should.
+        outcome: how its run has ended, if it has noted that.
+    """
+
+    rank: int
+    code: int
+    time_s: float
+    failure: RankFailure | None = None
+    outcome: Outcome = Outcome.UNKNOWN
+
+
+class Signalled(Struct, tag=True, frozen=True):
+    """A node has received a signal to stop."""
+
+    signum: int
+
+
+class Broken(Struct, tag=True, frozen=True):
+    """A node cannot start its ranks. Has the message and the code of an Error."""
+
+    message: str
+    error_code: str = ""
+
+
+class Lost(Struct, tag=True, frozen=True):
+    """A node no longer answers."""
+
+
+class Board(Struct, tag=True, frozen=True):
+    """What the ranks of a launch with `--heal` have written into their store.
+
+    Attributes:
+        is_ready: all have begun their first loop, so that others can continue if one dies.
+        has_met: all members of the newest generation have come to it.
+        stuck: ranks that do not respond.
+        reason: why they must end.
+    """
+
+    is_ready: bool
+    has_met: bool
+    stuck: list[int] = []
+    reason: str = ""
+
+
+Event = Tick | Joined | Ended | Signalled | Broken | Lost | Board
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+class Start(Struct, tag=True, frozen=True):
+    """Start the ranks.
+
+    Attributes:
+        num_restarts, restart: how often the ranks were restarted, and why the last time.
+        node: the number of this node.
+        first_rank: the number of this node's first rank.
+        addresses: those of all nodes.
+        sentence: which ranks are where.
+        heals: whether the other ranks continue if one dies.
+        port: of the ranks' store, on node 0.
+    """
+
+    num_restarts: int
+    restart: Restart | None
+    node: int
+    first_rank: int
+    world_size: int
+    addresses: list[str] = []
+    sentence: str = ""
+    heals: bool = False
+    port: int = 0
+
+
+class Signal(Struct, tag=True, frozen=True):
+    """Send a signal to the ranks. `spares`: not to those that have reported an error, and complete a snapshot."""
+
+    signum: int
+    spares: bool = False
+
+
+class EndStuck(Struct, tag=True, frozen=True):
+    """Kill a rank that does not respond. `reason`: a sentence, for the failure."""
+
+    rank: int
+    reason: str
+
+
+class Continue(Struct, tag=True, frozen=True):
+    """Name the ranks that continue after a death: a generation. No members: none continues."""
+
+    number: int
+    members: list[int]
+
+
+class Print(Struct, tag=True, frozen=True):
+    """Print a sentence."""
+
+    sentence: str
+
+
+class Report(Struct, tag=True, frozen=True):
+    """Print the failure of a rank of this node. `then`: what follows, if the launch does not end."""
+
+    failure: RankFailure
+    world_size: int
+    then: str = ""
+
+
+class Finish(Struct, tag=True, frozen=True):
+    """End the launch.
+
+    Attributes:
+        code: its exit code.
+        message: the reason, if that is not the failure of a rank.
+        error_code: its code, if it is an Error.
+        failure: of the rank that has failed first.
+    """
+
+    code: int
+    message: str = ""
+    error_code: str = ""
+    failure: RankFailure | None = None
+
+
+Command = Start | Signal | EndStuck | Continue | Print | Report | Finish
+Message = Event | Command
+
+# --- the link ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a launch.
+
+    Attributes:
+        node: the number of this one.
+        host, port: where they meet, at node 0.
+        timeout_s: limit for the other nodes to join.
+        secret: shared by all nodes.
+        has_store: whether the engine that has started the nodes holds a store there.
+    """
+
+    num_nodes: int = 1
+    node: int = 0
+    host: str = LOCALHOST
+    port: int = 0
+    timeout_s: float = 0.0
+    secret: str = field(default_factory=secrets.token_hex, repr=False)
+    has_store: bool = False
+
+    @property
+    def endpoint(self) -> str:
+        """Host and port, as on the command line."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass
@@ -154,6 +340,11 @@ class Link(threading.Thread):
         if not peer.is_lost:
             peer.is_lost = True
             self._inbox.append((node, Lost()))
+
+
+def derive_key(secret: str, purpose: str) -> str:
+    """Derive a key for another purpose, from which the secret cannot be computed."""
+    return hmac.new(secret.encode(), f"samestep key for {purpose}".encode(), "sha256").hexdigest()
 
 
 def is_listening(host: str, port: int) -> bool:

@@ -14,18 +14,14 @@ import signal
 import sys
 import types
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import cloudpickle
 
 from samestep.errors import Error, recognize
-from samestep.files import replace_file
-from samestep.launch.failure import format_error, write_failure
-from samestep.launch.output import open_streams
+from samestep.launch.rank_reports import Result, format_error, open_streams, report, report_failure, set_reports
 from samestep.processes import leave
 from samestep.world.environment import HOOK
-from samestep.world.workdir import read_private
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # from the launcher to its ranks
 
@@ -40,17 +36,20 @@ def keep_signal(signum: int, frame: types.FrameType | None) -> None:
     kept_signals.append(signum)
 
 
-def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str, Any], directory: str) -> NoReturn:
+def run_rank(
+    *, rank: int, variables: dict[str, str], cwd: str, target: dict[str, Any], directory: str, reports: int
+) -> NoReturn:
     """Run the target and end the process.
 
     Args:
         variables: the whole environment.
         target: the fields of a `Target`.
-        directory: receives `<rank>.json` if the rank fails, and the result or exception of a function call.
+        directory: for temporary files.
+        reports: the file of the ranks' reports.
     """
     pid = os.getpid()
-
     code = 0
+    set_reports(reports)
     os.environ.clear()  # noqa: TID251 that of the fork server
     os.environ.update(variables)  # noqa: TID251 that of the rank
     try:
@@ -65,7 +64,7 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         if HOOK in variables:
             module, options = json.loads(variables[HOOK])  # noqa: TID251 a variable of the environment
             importlib.import_module(module).begin(options)
-        _run_target(rank, directory, **target)
+        _run_target(rank, **target)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)  # as Python does; the launcher, which sent it, prints nothing about it
@@ -75,7 +74,7 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         if code:
             sys.last_value = error  # as in Python, for the status of the run
         if code and os.getpid() == pid:
-            write_failure(rank, directory, error, code)
+            report_failure(rank, error, code)
         elif code:  # a process that the target has forked
             print(format_error(error), end="", file=sys.stderr)
     leave(code)
@@ -116,10 +115,10 @@ def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeTyp
     return code, main
 
 
-def _run_target(rank: int, directory: str, kind: str, name: str, arguments: list[str]) -> None:
+def _run_target(rank: int, kind: str, name: str, arguments: list[str], call: bytes) -> None:
     try:
         if kind == "call":
-            _call(rank, Path(directory), Path(name))
+            _call(rank, call)
         else:
             code, main = load_main(kind, name, arguments)
             exec(code, main.__dict__)
@@ -129,19 +128,19 @@ def _run_target(rank: int, directory: str, kind: str, name: str, arguments: list
         raise known from error
 
 
-def _call(rank: int, directory: Path, file: Path) -> None:
-    """Call the pickled function. Write rank 0's result to `value.pickle`, an exception to `<rank>.pickle`."""
-    sys.path[:], call = pickle.loads(read_private(file))
+def _call(rank: int, pickled: bytes) -> None:
+    """Call the pickled function. Report rank 0's result, or an exception."""
+    sys.path[:], call = pickle.loads(pickled)
     try:
         fn, args, kwargs = cloudpickle.loads(call)
         if getattr(fn, "__module__", None) == "__main__":  # where plain pickle looks up its classes
             sys.modules["__main__"].__dict__.update(getattr(fn, "__globals__", {}))
         value = fn(*args, **kwargs)
         if rank == 0:
-            replace_file(directory / "value.pickle", cloudpickle.dumps(value))
+            report(Result(rank, cloudpickle.dumps(value)))
     except Exception as error:
         with suppress(Exception):  # the traceback describes an exception that cannot be pickled
-            replace_file(directory / f"{rank}.pickle", cloudpickle.dumps(recognize(error) or error))
+            report(Result(rank, cloudpickle.dumps(recognize(error) or error)))
         raise
 
 

@@ -6,22 +6,18 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 
-from samestep.config import Overrides
 from samestep.errors import Error, InvalidValue
-from samestep.files import replace_file
-from samestep.launch.agent import Agent, Launch, Supervision
-from samestep.launch.failure import RankFailure
+from samestep.launch.agent import Agent, Launch
 from samestep.launch.forkserver import give_back_server, take_server
-from samestep.launch.local_ranks import Ranks
-from samestep.launch.node_messages import Finish
+from samestep.launch.launcher import Supervision
+from samestep.launch.link import Finish
+from samestep.launch.rank_reports import RankFailure
 from samestep.launch.target import Target
-from samestep.world.workdir import read_private
 
 T = TypeVar("T")
 
@@ -91,12 +87,20 @@ def spawn(
         raise InvalidValue(f"spawn needs nprocs of at least 1, not {nprocs!r}", code="SS101")
     call = _pickle_call(fn, tuple(args), dict(kwargs or {}))
     path = [str(entry) for entry in sys.path]
+    received: list[int] = []
+    launch = Launch(
+        Target("call", "", call=pickle.dumps((path, call))),
+        nprocs,
+        {"device": device},
+        received,
+        variables=env or {},
+        shows_all=show_all,
+        prints=False,
+    )
     server = take_server()
-    with closing(Ranks(server, shows_all=show_all)) as ranks:
-        file = ranks.directory / "call.pickle"
+    with closing(Agent(server, launch)) as agent:
         try:
-            replace_file(file, pickle.dumps((path, call)))
-            end = _run(ranks, Target("call", str(file)), nprocs, {"device": device}, env or {})
+            end = _run(Supervision(agent, launch), received)
         except BaseException:
             server.close()
             raise
@@ -104,24 +108,13 @@ def spawn(
         if end.message:
             raise Error(end.message, code=end.error_code)
         if end.failure is not None:
-            raise _rebuild_exception(ranks.complete(end.failure), ranks.directory)
-        return _read_value(ranks.directory)  # type: ignore[no-any-return]
+            raise _rebuild_exception(end.failure, agent.reports.results)
+        value = agent.reports.results.get(0)  # none if rank 0 called sys.exit()
+        return None if value is None else cloudpickle.loads(value)  # type: ignore[return-value]
 
 
-def _read_value(directory: Path) -> Any:
-    try:
-        return cloudpickle.loads(read_private(directory / "value.pickle"))
-    except FileNotFoundError:
-        return None  # rank 0 called sys.exit()
-    except PermissionError as error:
-        raise Error(str(error), code="SS513") from None
-
-
-def _run(ranks: Ranks, target: Target, num_ranks: int, overrides: Overrides, variables: Mapping[str, str]) -> Finish:
+def _run(supervision: Supervision, received: list[int]) -> Finish:
     """Run the ranks to their end. Ctrl-C stops them, and a second one ends the waiting for them."""
-    received: list[int] = []
-    launch = Launch(target, num_ranks, overrides, received, variables=variables, prints=False)
-    supervision = Supervision(Agent(ranks, launch))
     try:
         return supervision.run()
     except KeyboardInterrupt:
@@ -130,10 +123,10 @@ def _run(ranks: Ranks, target: Target, num_ranks: int, overrides: Overrides, var
         raise
 
 
-def _rebuild_exception(failure: RankFailure, directory: Path) -> BaseException:
+def _rebuild_exception(failure: RankFailure, results: Mapping[int, bytes]) -> BaseException:
     error: BaseException
     try:
-        error = cloudpickle.loads(read_private(directory / f"{failure.rank}.pickle"))
+        error = cloudpickle.loads(results[failure.rank])
     except Exception:
         error = RuntimeError(str(failure))
     if failure.traceback:

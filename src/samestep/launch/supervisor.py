@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from samestep.launch.failure import SOON_S, RankFailure, find_first
-from samestep.launch.node_messages import (
+from samestep.launch.link import (
     Board,
     Broken,
     Command,
@@ -28,6 +27,7 @@ from samestep.launch.node_messages import (
     Signalled,
     Start,
 )
+from samestep.launch.rank_reports import SOON_S, RankFailure, find_first
 from samestep.world.environment import SECRET, Outcome, Restart, find_exit_code
 from samestep.world.membership import GENERATION_S
 
@@ -145,7 +145,6 @@ class Supervisor:
         self._board = Board(is_ready=False, has_met=False)
         self._num_restarts = 0
         self._can_restart = True
-        self._has_failed = False  # in the current start
         self._commands: list[tuple[int, Command]] = []
 
     @property
@@ -270,30 +269,25 @@ class Supervisor:
     def _start(self, restart: Restart | None) -> None:
         """Start all ranks."""
         self._enter(State.RUNNING)
-        self._has_failed = False
         self._board = Board(is_ready=False, has_met=False)
-        numbers = sorted(self._nodes)
         self._ranks = []
+        firsts: dict[int, int] = {}
         shares: list[str] = []
-        starts: list[int] = []
-        for number in numbers:
-            node = self._nodes[number]
-            first, size = len(self._ranks), node.joined.num_ranks
-            starts.append(first)
-            self._ranks += [RankRecord(first + i, number) for i in range(size)]
-            shares.append(f"{first}{f'-{first + size - 1}' if size > 1 else ''} on {node.name}")
-        self.generation = Generation(members=[*range(len(self._ranks))])
-        peers = [self._nodes[number].joined.address for number in numbers]
-        for number, first in zip(numbers, starts, strict=True):
+        for number, node in sorted(self._nodes.items()):
+            first = firsts[number] = self.world_size
+            self._ranks += [RankRecord(first + i, number) for i in range(node.joined.num_ranks)]
+            last = f"-{self.world_size - 1}" if node.joined.num_ranks > 1 else ""
+            shares.append(f"{first}{last} on {node.name}")
+        self.generation = Generation(members=[*range(self.world_size)])
+        for number, first in firsts.items():
             start = Start(
                 self._num_restarts,
                 restart,
                 number,
-                len(numbers),
                 first,
-                len(self._ranks),
-                peer=peers[1 if number == 0 and len(numbers) > 1 else 0],
-                sentence=f"ranks {', '.join(shares)}" if len(numbers) > 1 else "",
+                self.world_size,
+                addresses=[node.joined.address for node in self._nodes.values()],
+                sentence=f"ranks {', '.join(shares)}",
                 heals=self._policy.heals,
             )
             self._tell(number, start)
@@ -302,7 +296,6 @@ class Supervisor:
         if self._policy.heals:
             self._heal()
         if self._failed():
-            self._has_failed = True
             self._refuse()
             self._enter(State.FAILING, FOLLOW_S)
         elif not self._running():
@@ -365,11 +358,11 @@ class Supervisor:
         self._tell(0, Continue(self.generation.number, members))
 
     def _explain_no_healing(self) -> str:
-        """Return a clause: why others have not continued after a death; "" if no rank has died, or none is left."""
+        """Return a clause: why others have not continued after a death; "" if none has failed for one."""
         failures = self._failed()
         dead = {rank.number for rank in self._ranks if rank.failure is not None and rank.failure.is_death}
         is_alone = dead.issuperset(self.generation.members)
-        if not dead or is_alone or any(failure.kind == "error" for failure in failures):
+        if not (failures and dead) or is_alone or any(failure.kind == "error" for failure in failures):
             return ""
         if refusal := next(filter(None, [failure.refusal for failure in failures]), ""):
             return refusal
@@ -387,7 +380,7 @@ class Supervisor:
         # An Error is a mistake of the user, and would occur again.
         could_restart = cause is not None and not self._signals and self._can_restart and cause.kind != "error"
         restarts = could_restart and self._num_restarts < policy.max_restarts
-        why = self._explain_no_healing() if policy.heals and self._has_failed and not self._is_insistent else ""
+        why = self._explain_no_healing() if policy.heals and not self._is_insistent else ""
         if why:
             how = "--max-restarts N starts again" if could_restart and not policy.max_restarts else ""
             advice = "" if restarts else f": {how or 'the same command resumes'} from the newest snapshot"

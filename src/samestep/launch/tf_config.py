@@ -11,7 +11,7 @@ from typing import Any
 from samestep.errors import Error
 from samestep.world.environment import read_environment, read_master
 from samestep.world.host import find_source
-from samestep.world.rendezvous_store import StoreExchange
+from samestep.world.process_group import StoreExchange
 
 TIMEOUT_S = 60.0  # for the other ranks, which all start at the same time
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samestep.config import RunConfig, is_url
 from samestep.errors import KINDS, Error, InvalidValue, NotHealed, RunDirectoryError, name_kind
-from samestep.launch.output import start_log
+from samestep.launch.rank_reports import start_log
 from samestep.snapshot.continued_run import continue_run
 from samestep.snapshot.inspection import SnapshotOrder, TrainingState
 from samestep.snapshot.logs import Heal, KeptLogs
@@ -301,7 +301,7 @@ class Location:
 
         start, num_bytes = self._each_directory(begin_one)[0]
         self.logs = self.path / LOGS / str(start)
-        start_log(self.logs / f"{self.group.number}.log")
+        start_log(self.group.number, self.logs / f"{self.group.number}.log")
         if self.kept is not None and not point.is_beginning:
             self.kept.resume(num_bytes)
 

@@ -16,10 +16,8 @@ import click
 
 from samestep.config import OPTIONS, Option, format_flags, is_url, to_flags, whole
 from samestep.errors import Error
-from samestep.launch import flags as launch
-from samestep.launch.launcher import check_target
-from samestep.launch.script_command import ScriptCommand
-from samestep.launch.target import COMMAND, Target
+from samestep.launch.target import COMMAND, ScriptCommand, Target, check_target
+from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.plan.sizes import check_numbers
 from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN, read_overrides
@@ -39,7 +37,7 @@ FLAGS: dict[str, Option] = {
     "account": Option(str, "A", "Slurm account"),
     "sbatch": Option(list, "OPTION", "another option of sbatch, such as --sbatch=--mem=64G; can be repeated"),
     "job_name": Option(str, "NAME", "name of the job; default: the script's"),
-    **{name: launch.FLAGS[name] for name in ("show_all", "tf_config", "max_restarts", "heal")},
+    **{name: LAUNCH_FLAGS[name] for name in ("show_all", "tf_config", "max_restarts", "heal")},
     **OPTIONS,
     "grace_s": Option(int, "S", f"seconds from the signal to the limit; default: {GRACE_S}", whole(1)),
 }

@@ -7,8 +7,7 @@ import click
 from samestep.cli import JSON, Command, build_options, take_values
 from samestep.config import Option, to_flags
 from samestep.errors import Error
-from samestep.launch.flags import FLAGS
-from samestep.launch.target import Target
+from samestep.launch.target import FLAGS, Target
 from samestep.tools.launch_command import start
 from samestep.world.environment import read_environment
 

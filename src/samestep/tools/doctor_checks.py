@@ -123,15 +123,21 @@ def look_at_connections(context: Context) -> dict[str, str] | None:
     leaders = context.participants.leaders
     if len(leaders) == 1 or not context.is_leader:
         return None
-    with socket.create_server(("", 0)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((read_master()[0], 1))  # sends nothing, and finds the address on the route to rank 0
-        mine = [probe.getsockname()[0], server.getsockname()[1]]
+    with socket.create_server(("", 0)) as server:
+        mine = [find_address(read_master()[0]), server.getsockname()[1]]
         theirs = context.exchange.exchange("connections", mine, EXCHANGE_S, leaders)
         others = [node for node, leader in enumerate(leaders) if leader in theirs and theirs[leader] != mine]
         with ThreadPoolExecutor(8) as pool:
             problems = [*pool.map(lambda node: try_connection(*theirs[leaders[node]]), others)]
         context.exchange.exchange("connected", True, EXCHANGE_S, leaders)  # the servers can close
     return {str(node): problem for node, problem in zip(others, problems, strict=True) if problem}
+
+
+def find_address(host: str) -> str:
+    """Return the address of this node on the route to a host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def try_connection(address: str, port: int) -> str:

@@ -18,7 +18,7 @@ from samestep.console import describe_ranks, print_result, show_activity
 from samestep.errors import Error
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
-from samestep.world.rendezvous_store import StoreExchange
+from samestep.world.process_group import StoreExchange
 
 PASS = "pass"
 WARN = "warn"
@@ -156,10 +156,11 @@ def examine(
         for check in checks:
             if rank == 0 and not json:
                 show_activity(f"  ...   {check.name}")
-            hangs = not _look(context, check)
-            has_hung = has_hung or hangs
+            limit_s = check.limit_s + GRACE_S
+            if not _look(context, check):
+                has_hung = True
+                limit_s = GRACE_S
             if rank == 0:
-                limit_s = GRACE_S if hangs else check.limit_s + GRACE_S
                 found = judge_answers(check, participants, exchange.collect(f"check/{check.name}", limit_s))
                 findings += found
                 if not json:

@@ -6,10 +6,7 @@ import click
 
 from samestep.cli import name_option
 from samestep.errors import Error
-from samestep.launch.flags import FLAGS
-from samestep.launch.recipe_source import describe_recipes, find_recipes
-from samestep.launch.script_command import ScriptCommand, build_recipe_target
-from samestep.launch.target import Target
+from samestep.launch.target import FLAGS, ScriptCommand, Target, build_recipe_target, describe_recipes, find_recipes
 from samestep.processes import run_captured
 
 LAUNCH_HELP = """\
@@ -84,24 +81,23 @@ class TrainCommand(ScriptCommand):
 
 def start(target: Target, values: dict[str, Any]) -> int:
     """Start a target with the options of `samestep launch`. Returns the exit code."""
-    from samestep.launch import launcher, nodes
+    from samestep.launch.launcher import parse_nodes, read_secret, run_launch
 
-    found = nodes.parse_nodes(
+    nodes = parse_nodes(
         values.pop("nnodes", None),
         values.pop("node_rank", None),
         values.pop("rdzv_endpoint", None),
         values.pop("rdzv_timeout", 300),
-        nodes.read_secret(),
+        read_secret(),
     )
-    return launcher.run_launch(target, values, found)
+    return run_launch(target, values, nodes)
 
 
 def start_node(target: Target, values: dict[str, Any]) -> int:
     """Start the ranks of this machine, as one of the nodes that torchrun or srun has started."""
-    from samestep.launch import launcher, nodes
+    from samestep.launch.launcher import read_nodes, read_secret, run_launch
 
-    found = nodes.read_nodes(values.pop("rdzv_timeout", 300), nodes.read_secret())
-    return launcher.run_launch(target, values, found)
+    return run_launch(target, values, read_nodes(values.pop("rdzv_timeout", 300), read_secret()))
 
 
 run_launch = ScriptCommand("launch", start, FLAGS, help=LAUNCH_HELP)

@@ -113,7 +113,7 @@ def format_rows(record: RankStates) -> tuple[Sequence[str], Sequence[Sequence[st
         compute_s, samples_per_s = compute_rates(rank, record.micro_batch_size)
         notes = ["silent"] if rank.is_silent else []
         if not rank.is_silent and rank.for_s > POLL_S:
-            notes.append(f"waits in {rank.waits_in}" if rank.waits_in else rank.line)
+            notes.append(f"waits in {rank.waits_in}" if rank.waits_in else rank.place)
         if not rank.is_silent and rank.age_s > OLD_S:
             notes.append(f"{rank.age_s:.1f} s ago")
         rows.append(

@@ -18,15 +18,11 @@ from samestep.cli import JSON, print_json
 from samestep.config import OPTIONS, Option, Overrides, Shard, whole
 from samestep.console import format_bytes, format_ranks, format_time, print_table, say, show_activity
 from samestep.errors import Error
-from samestep.files import read_tail
-from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
-from samestep.launch.flags import parse_sizes
-from samestep.launch.launcher import check_target
-from samestep.launch.script_command import ScriptCommand
-from samestep.launch.target import Target
+from samestep.files import open_workdir, read_tail
+from samestep.launch.target import FLAGS as LAUNCH_FLAGS
+from samestep.launch.target import ScriptCommand, Target, check_target, parse_sizes
 from samestep.plan.memory import ParamSize, RankMemory, compute_memory
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, read_lines, run_traced
-from samestep.world.workdir import open_workdir
 
 _OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
 FLAGS: dict[str, Option] = {
@@ -67,7 +63,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     if sizes[-1] > num_cores and values.get("device", "cpu") == "cpu":
         say(f"{sizes[-1]} ranks share {num_cores} cores: separate machines would not lose what they take each other")
     num_steps = values.get("steps", 30)
-    with exiting_on_sigterm(), open_workdir("scale-") as work:
+    with exiting_on_sigterm(), open_workdir("scale") as work:
         overrides = {name: value for name, value in values.items() if name in OPTIONS and name in _OF_RUN}
         starts = Starts(target, overrides, work, num_steps, values.get("warm_up", 5))
         measured = starts.measure(sizes, values.get("repeats", 3))

@@ -1,10 +1,7 @@
 """A run on this rank: its options, its ranks and device, its state, and the notes that it leaves for its launcher."""
 
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +10,12 @@ from samestep.config import OPTIONS, RunConfig
 from samestep.console import say
 from samestep.engine.precision import MixedPrecision
 from samestep.errors import UsageError
-from samestep.files import replace_file
 from samestep.plan.sizes import check_numbers, default_micro_batch_size
 from samestep.plan.tree import Layout, build_layout
 from samestep.snapshot.location import Location
 from samestep.train.run_state import RunState
-from samestep.world.environment import BEGUN, BegunRun, Environment, advise
+from samestep.world.environment import Environment, advise
 from samestep.world.group import Group
-from samestep.world.workdir import make_private
 
 # Of the script, which runs once in a process: it may create several runs.
 _opened: set[str] = set()  # the directories of its runs so far
@@ -64,26 +59,6 @@ class RunContext:
     def build_layout(self, num_micro_batches: int) -> Layout:
         """Return how the ranks share the micro-batches of a step or an evaluation."""
         return build_layout(num_micro_batches, self.group.world_size, self.config.shard == "fsdp2")
-
-    def note_begun(self, *, is_done: bool = False) -> None:
-        """Leave a note for samestep's launcher, which run a restart continues."""
-        environment = self.environment
-        if environment.local_rank == 0 and self.location.path is not None:
-            run = BegunRun(self.location.shown, environment.run_number, is_done)
-            notify_launcher(environment, BEGUN, run.to_text())
-
-
-def notify_launcher(environment: Environment, event: str, text: str) -> None:
-    """Leave a note for samestep's launcher: an exit code can only express success and failure. "" removes it."""
-    if environment.error_dir is None:
-        return
-    path = Path(environment.error_dir, event)
-    with suppress(OSError):  # the disk is full: the launcher then assumes the default
-        if text:
-            make_private(path.parent)
-            replace_file(path, os.fsencode(text), by_many=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) -> RunConfig:

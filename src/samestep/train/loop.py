@@ -9,16 +9,17 @@ from typing import Any
 from samestep.data.loader import seed_all
 from samestep.engine.control import Vote
 from samestep.errors import Error, UsageError
+from samestep.launch.rank_reports import LoopState, report
 from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.train import calls
-from samestep.train.context import RunContext, notify_launcher
+from samestep.train.context import RunContext
 from samestep.train.feed import Feed
 from samestep.train.prepared import Prepared
 from samestep.train.run_state import MetricsTally
 from samestep.train.step import Observers, Step, StepParts
 from samestep.train.stopping import Services
-from samestep.world.environment import OUTCOME, Outcome
+from samestep.world.environment import BegunRun, Outcome
 
 
 class Epoch:
@@ -223,11 +224,10 @@ class Loop:
         self._services.watchdog.begin()
         if loop.is_further:
             location.write_status("running", "", None)
-            notify_launcher(context.environment, OUTCOME, "")
         elif location.directory is not None:
             restart = context.environment.restart
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=context.world_size)
-        context.note_begun()
+        self._report(Outcome.UNKNOWN)
         context.group.announce_ready()  # rank 0 has done what no other rank does again
         calls.wait_for_call(context.group, self._services.stopping.call)
 
@@ -293,7 +293,7 @@ class Loop:
         self._end("stopped", f"stopped by {signal.Signals(stopping.signal).name}")
         if self._unsaved_error is not None:
             raise self._unsaved_error
-        notify_launcher(context.environment, OUTCOME, Outcome.STOPPED.value)
+        self._report(Outcome.STOPPED)
         raise SystemExit(stopping.signals.exit_code)
 
     def _finish(self) -> None:
@@ -304,10 +304,17 @@ class Loop:
             if reason:
                 self._context.say(f"stopped at step {state.steps_done}: {reason}")
             self._end("stopped" if reason else "done", reason)
-            notify_launcher(self._context.environment, OUTCOME, Outcome.FINISHED.value)
-            self._context.note_begun(is_done=True)
+            self._report(Outcome.FINISHED)
         state.end_loop(self._plan)
         self._seed_body("after", state.steps_done)
+
+    def _report(self, outcome: Outcome) -> None:
+        """Report to samestep's launcher which run a restart continues."""
+        run = None
+        if self._context.location.path is not None:
+            number = self._context.environment.run_number
+            run = BegunRun(self._context.location.shown, number, outcome is Outcome.FINISHED)
+        report(LoopState(outcome, run))
 
     def _end(self, status: str, reason: str) -> None:
         context = self._context

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
@@ -26,9 +25,8 @@ from samestep.console import print_error
 from samestep.engine.control import Saving, Vote
 from samestep.engine.passes import Reduced
 from samestep.errors import Error, PeerFailed, UsageError, WorkerDied, describe, recognize
-from samestep.files import replace_file
-from samestep.launch.failure import is_secondary, write_failure
 from samestep.launch.rank_process import kept_signals
+from samestep.launch.rank_reports import Result, has_launcher, is_secondary, report, report_failure
 from samestep.processes import Held, hold, leave
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
@@ -40,8 +38,7 @@ from samestep.train.watchdog import Watchdog
 from samestep.watch.progress import Progress
 from samestep.watch.trackers import Trackers
 from samestep.world.environment import Environment, Outcome, allow_all_characters, find_exit_code
-from samestep.world.process_group import close_group, has_group
-from samestep.world.rendezvous_store import is_first
+from samestep.world.process_group import close_group, has_group, is_first
 
 # Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
 # job reaches a rank directly and also through its launcher. After a real second signal, samestep's launcher kills the
@@ -412,13 +409,11 @@ def describe_failure(error: BaseException, rank: int) -> str:
 
 def end_with(error: Error, environment: Environment) -> NoReturn:
     """End the process of a finished script as if the script had raised `error`."""
-    error_dir, rank = environment.error_dir, environment.rank
-    if error_dir is None:
-        _say_once(error)
+    if has_launcher():
+        report_failure(environment.rank, error, Error.exit_code)
+        report(Result(environment.rank, pickle.dumps(error)))
     else:
-        write_failure(rank, error_dir, error, Error.exit_code)
-        with suppress(OSError):  # the disk is full: `write_failure` has printed the error
-            replace_file(Path(error_dir) / f"{rank}.pickle", pickle.dumps(error))
+        _say_once(error)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -15,7 +15,7 @@ from pathlib import Path
 from samestep.console import escape, read_terminal
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
-from samestep.launch.failure import write_failure
+from samestep.launch.rank_reports import report_failure
 from samestep.processes import Held, hold
 from samestep.train.context import RunContext
 from samestep.train.run_state import RunState
@@ -119,7 +119,7 @@ class Watchdog(PhaseClock, Held):
         directory = self._context.location.directory
 
         def write_reason() -> None:
-            self._leave_error(rank, error)
+            report_failure(rank, error, EXIT_CODE)
             if directory is not None:
                 directory.write_status("failed", sentence)
 
@@ -128,14 +128,8 @@ class Watchdog(PhaseClock, Held):
 
     def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
-            # First: the launcher looks for it after the process has ended.
-            _try_to_write(partial(self._leave_error, rank, Stuck(sentence)))
+            report_failure(rank, Stuck(sentence), EXIT_CODE)  # first: the launcher reads it when the process has ended
             kill_sibling(pid)
-
-    def _leave_error(self, rank: int, error: BaseException) -> None:
-        error_dir = self._context.environment.error_dir
-        if error_dir is not None and Path(error_dir).is_dir():
-            write_failure(rank, error_dir, error, EXIT_CODE)
 
 
 def _try_to_write(work: Callable[[], None]) -> None:

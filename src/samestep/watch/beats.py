@@ -50,13 +50,13 @@ class ThreadState(Struct, frozen=True, kw_only=True):
 
     Attributes:
         waits_in: the current exchange with other ranks, such as "the reduction" or "all_reduce"; "" if there is none.
-        line: the innermost line of the user's code, such as "train.py:31 in load".
+        place: the innermost line of the user's code, such as "train.py:31 in load".
         is_compiling: torch.compile is active.
         cpu_s: CPU time since the thread's start.
     """
 
     waits_in: str = ""
-    line: str = ""
+    place: str = ""
     is_compiling: bool = False
     cpu_s: Number = 0.0
 
@@ -174,7 +174,7 @@ REDUCTION = f"{OWN}engine/"
 # A thread waits for other ranks if its innermost frame outside torch and the standard library is in one of these.
 ROUTES = f"{OWN}engine/routes.py"
 MEMBERSHIP = f"{OWN}world/membership.py"
-EXCHANGES = (ROUTES, *(f"{OWN}world/{name}.py" for name in ("transport", "group", "local_sockets", "waiter")))
+EXCHANGES = (ROUTES, *(f"{OWN}world/{name}.py" for name in ("transport", "group", "local_sockets", "process_group")))
 DISTRIBUTED = f"{TORCH}distributed/"
 COMPILERS = (f"{TORCH}_dynamo/", f"{TORCH}_inductor/", f"{TORCH}_functorch/")
 STDLIB = sysconfig.get_path("stdlib")
@@ -223,7 +223,7 @@ def read_thread_state(ident: int, native_id: int) -> ThreadState:
         waits_in = "the reduction"
     return ThreadState(
         waits_in=waits_in,
-        line=_find_line(stack),
+        place=_find_place(stack),
         is_compiling=any(frame.file.startswith(COMPILERS) for frame in stack) and not waits_in,
         cpu_s=_read_cpu_s(native_id),
     )
@@ -250,7 +250,7 @@ def _find_exchange(stack: list[Frame]) -> str:
     return ""
 
 
-def _find_line(stack: list[Frame]) -> str:
+def _find_place(stack: list[Frame]) -> str:
     """Return the innermost line of the user's code; "" if there is none."""
     for frame in stack:
         is_own = frame.file.startswith((OWN, TORCH, STDLIB, "<")) or any(part in frame.file for part in INSTALLED)

@@ -34,7 +34,7 @@ from samestep.watch.diagnosis import (
 from samestep.watch.records import RANKS, RankStates
 from samestep.world.forking import at_work
 from samestep.world.host import read_host_id
-from samestep.world.rendezvous_store import SignedEntries
+from samestep.world.signed import SignedEntries
 
 JOIN_S = 2.0  # for a thread to end, which a disk or the store may block
 WRITTEN_BYTES = 1 << 18  # since the last beat: more than `ranks.json`, so that the snapshot makes progress
@@ -233,17 +233,11 @@ class Heartbeat:
         self._failures = set[str]()  # that were printed
         self._closed = threading.Event()
         self._is_last = True
-        works = {
-            "watch": (self._check, self._finish_checking),
-            "exchange": (self._exchange.exchange, self._exchange.finish),
-            "publish": (self._publish, self._finish_publishing),
-        }
         self._threads = [
-            threading.Thread(target=self._repeat, args=(name, *work), name=f"samestep _{name}", daemon=True)
-            for name, work in works.items()
+            self._start("watch", self._check, self._finish_checking),
+            self._start("exchange", self._exchange.exchange, self._exchange.finish),
+            self._start("publish", self._publish, self._finish_publishing),
         ]
-        for thread in self._threads:
-            thread.start()
 
     def close(self, *, is_last: bool = True) -> None:
         """End the threads, unless they are blocked. A second call does nothing.
@@ -258,42 +252,58 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(JOIN_S)
 
-    def _repeat(self, name: str, work: Callable[[], None], finish: Callable[[], None]) -> None:
-        """Work once per interval, and call `finish` at the end."""
-        while not self._closed.wait(self._interval_s):
-            self._attempt(name, work)
-        self._attempt(name, finish)
+    def _start(self, name: str, work: Callable[[], None], finish: Callable[[], None]) -> threading.Thread:
+        """Start a thread that works once per interval, and calls `finish` at the end."""
 
-    def _attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Call a function. Print an unexpected error, once: the run continues whatever fails here."""
-        try:
-            with at_work():
-                work()
-        except Exception as error:
-            text = f"the heartbeat's thread {name!r} has failed: {type(error).__name__}: {error}"
-            if text not in self._failures:
-                self._failures.add(text)
-                self._facts.say(text)
+        def attempt(work: Callable[[], None]) -> None:
+            try:
+                with at_work():
+                    work()
+            except Exception as error:  # the run continues whatever fails here
+                self._report_failure(name, error)
+
+        def repeat() -> None:
+            while not self._closed.wait(self._interval_s):
+                attempt(work)
+            attempt(finish)
+
+        thread = threading.Thread(target=repeat, name=f"samestep _{name}", daemon=True)
+        thread.start()
+        return thread
+
+    def _report_failure(self, name: str, error: Exception) -> None:
+        """Print an unexpected error of a thread, once."""
+        text = f"the heartbeat's thread {name!r} has failed: {type(error).__name__}: {error}"
+        if text not in self._failures:
+            self._failures.add(text)
+            self._facts.say(text)
 
     def _publish(self) -> None:
+        files = self._files
         ranks, self._shown = self._shown, None
-        path = self._find_file()
-        if ranks is not None and path is not None:
-            states = RankStates(time.time(), self._files.micro_batch_size, [*ranks])
+        if ranks is not None and files.run_dir is not None and files.may_write():
+            text = json.dumps(to_builtins(RankStates(time.time(), files.micro_batch_size, [*ranks]))).encode()
             with suppress(OSError):
-                replace_file(path, json.dumps(to_builtins(states)).encode())
+                replace_file(files.run_dir / RANKS, text)
                 self._has_written = True
 
     def _finish_publishing(self) -> None:
-        path = self._find_file()
-        if self._is_last and self._has_written and path is not None:
+        files = self._files
+        if self._is_last and self._has_written and files.run_dir is not None and files.may_write():
             with suppress(OSError):
-                path.unlink()
+                (files.run_dir / RANKS).unlink()
 
-    def _find_file(self) -> Path | None:
-        """Return the path of ranks.json; None if it must not be written."""
-        run_dir = self._files.run_dir
-        return run_dir / RANKS if run_dir is not None and self._files.may_write() else None
+    def _collect(self, now_s: float, own: Beat) -> list[Beat] | None:
+        """Return the states of all ranks; None before the first beat of each other rank."""
+        others = self._exchange.collect(now_s)
+        if others is None:
+            return None
+        ranks = [own]
+        for beat in others:
+            is_here = (beat.host, beat.system) == (self._facts.host, self._system)
+            process = read_process_state(beat.pid) if beat.is_silent and is_here else ""
+            ranks.append(replace(beat, process=process))
+        return sorted(ranks, key=lambda beat: beat.rank)
 
     def _check(self) -> None:
         """Build this rank's beat, and decide what to say and do. Without any call that can block."""
@@ -302,12 +312,10 @@ class Heartbeat:
             self._awake_since_s = now_s
         self._checked_s = now_s
         own = self._builder.build()
-        others = self._exchange.collect(now_s) if self._exchange.leads(now_s) else None
-        ranks: list[Beat] | None = None
-        if others is not None:
-            shown = sorted([own, *map(self._add_process, others)], key=lambda beat: beat.rank)
-            ranks = [beat for beat in shown if not self._facts.is_lost(beat.rank)]
-            self._shown = shown
+        ranks = self._collect(now_s, own) if self._exchange.leads(now_s) else None
+        if ranks is not None:
+            self._shown = ranks
+            ranks = [beat for beat in ranks if not self._facts.is_lost(beat.rank)]
         cut_off_s = now_s - max(self._exchange.answered_s, self._awake_since_s)
         view = View(now_s, now_s - self._awake_since_s, cut_off_s, own, ranks, self._exchange.order)
         self._state, actions = decide(self._state, view, self._facts)
@@ -315,11 +323,6 @@ class Heartbeat:
         for action in actions:
             self._execute(action)
         self._exchange.send(Message(own, order))
-
-    def _add_process(self, beat: Beat) -> Beat:
-        """Add the state of a silent rank's process, if it is on this host."""
-        is_here = (beat.host, beat.system) == (self._facts.host, self._system)
-        return replace(beat, process=read_process_state(beat.pid)) if beat.is_silent and is_here else beat
 
     def _finish_checking(self) -> None:
         """End this process if the main thread has failed meanwhile because the stuck rank has ended."""

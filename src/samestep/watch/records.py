@@ -187,12 +187,12 @@ def list_logs(run_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path, most_bytes: int = MAX_ROWS_BYTES) -> list[dict[str, Any]]:
     """Return the last readable lines of `RESTARTS`, `HEALS` or `METRICS`; [] without a file. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_ROWS_BYTES))
-            lines = file.read(MAX_ROWS_BYTES).splitlines()
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+            lines = file.read(most_bytes).splitlines()
     except FileNotFoundError:
         return []
     rows = []

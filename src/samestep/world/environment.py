@@ -28,10 +28,6 @@ SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; i
 
 _INTERNAL = (TRACE, HOOK, SRUN, HEAL, CONTINUES, SECRET)  # no misspelled options
 
-# Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
-OUTCOME = "outcome"  # holds an `Outcome`
-BEGUN = "begun"  # holds a `BegunRun`
-
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
 
 
@@ -85,7 +81,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class BegunRun:
-    """The run whose loop had begun last when a restart became necessary.
+    """The run whose loop has begun last.
 
     Attributes:
         run_dir: its directory or URL.
@@ -95,16 +91,11 @@ class BegunRun:
 
     run_dir: str
     number: int
-    is_done: bool = False
+    is_done: bool
 
-    def to_text(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> "BegunRun":
-        """Return what `to_text` got."""
-        return cls(**json.loads(text))
+    def to_variables(self) -> dict[str, str]:
+        """Return the variable that passes this to the ranks after a restart."""
+        return {CONTINUES: json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True)
@@ -114,7 +105,6 @@ class Environment:
     Attributes:
         launcher: "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE, mpirun, or a process group of the
             script), "srun" (a task of a Slurm step with several tasks) or "python" (no launcher).
-        error_dir: directory in which a rank that fails writes its error for samestep's launcher.
         restart: why samestep's launcher has restarted the ranks; None at the first start.
         overrides: options of `Run` set by variables.
         interceptor: JSON of SAMESTEP_TRACE, by which a tool installs an interceptor in each rank; None without one.
@@ -129,7 +119,6 @@ class Environment:
     world_size: int
     local_world_size: int
     launcher: str
-    error_dir: str | None
     restart: Restart | None
     overrides: Overrides
     interceptor: str | None = None
@@ -240,13 +229,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         world_size=world_size,
         local_world_size=local_world_size,
         launcher=launcher,
-        error_dir=variables.get(PREFIX + "ERROR_DIR"),
         restart=Restart(**json.loads(variables[RESTART])) if RESTART in variables else None,
         overrides=read_overrides(variables),
         interceptor=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
         heals=HEAL in variables,
-        begun=BegunRun.from_text(variables[CONTINUES]) if CONTINUES in variables else None,
+        begun=BegunRun(**json.loads(variables[CONTINUES])) if CONTINUES in variables else None,
     )
 
 

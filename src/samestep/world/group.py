@@ -35,14 +35,14 @@ from samestep.world.membership import (
 )
 from samestep.world.process_group import (
     NCCL,
+    Waiter,
     close_group,
     connect_to_store,
     open_process_group,
     release_connections,
 )
-from samestep.world.rendezvous_store import SignedEntries
+from samestep.world.signed import SignedEntries
 from samestep.world.transport import Transport
-from samestep.world.waiter import Waiter
 
 T = TypeVar("T")
 
@@ -253,5 +253,8 @@ class Group(Transport, Held):
 
         If ranks can continue after a death, the entries stay when they form a new group.
         """
-        store = None if self._membership is None else connect_to_store()
-        return SignedEntries(self._key, store) if self.world_size > 1 else None
+        if self.world_size == 1:
+            return None
+        if self._membership is not None:
+            return SignedEntries(self._key, connect_to_store())
+        return SignedEntries(self._key, dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]  # noqa: SLF001

@@ -85,3 +85,20 @@ def find_source(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def find_own_address(host: str) -> str:
+    """Return the address of this machine to listen at, so that other machines reach it as `host`.
+
+    Returns:
+        An address, IPv4 before IPv6. "" for all addresses: on Debian a machine's own name resolves to 127.0.1.1 on the
+        machine itself, and a name can be that of a proxy.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    addresses = sorted((str(address[0]) for *_, address in found), key=lambda address: ":" in address)
+    local = list_addresses()
+    own = [each for each in addresses if each.partition("%")[0] in local and not is_loopback(each)]
+    if own:
+        return own[0]
+    # Other names can resolve differently elsewhere.
+    return next(filter(is_loopback, addresses), "") if host in ("localhost", *addresses) else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from samestep.errors import NotHealed, PeerFailed
 from samestep.processes import Held, hold
-from samestep.world.rendezvous_store import SignedEntries
+from samestep.world.signed import SignedEntries
 
 READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
 STUCK = "heal/stuck"  # the entry that has ranks, as numbered at the start, which their launcher must end, and why

@@ -1,17 +1,27 @@
-"""The process group of torch.distributed, and the launcher's store."""
+"""The process group of torch.distributed, waits for gloo's messages, and the rendezvous store."""
 
+import json
 import os
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from samestep.errors import PeerFailed
+from samestep.processes import wait_until
 from samestep.torch_internals import list_gloo_sockets, reset_group_names, set_timeout
-from samestep.world.environment import read_master, read_rank
+from samestep.world.environment import Environment, has_agent_store, read_master, read_rank
 
 NCCL = "cpu:gloo,cuda:nccl"  # a backend
 JOIN_S = 1800.0  # limit for all ranks to join: a shared file system can take long to import torch
 NO_LIMIT = timedelta(days=365)  # for an exchange: the heartbeat ends a rank that is stuck, and a slow one is no mistake
+POLL_S = 0.002
+GATHER_S = 8.0
 
 
 def open_process_group(backend: str, limit_s: float = JOIN_S, **more: Any) -> None:
@@ -51,3 +61,125 @@ def release_connections() -> None:
         for fd in list_gloo_sockets():
             os.dup2(null, fd, inheritable=False)  # gloo's objects in this process may still close this number
         os.close(null)
+
+
+class Transfer(Protocol):
+    """A message that is under way, or several."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object:
+        """Wait until it is complete."""
+
+
+def wait_for_messages(messages: Sequence[Transfer]) -> None:
+    """Wait for messages of gloo. Their own limit is the one with which the group was opened."""
+    for message in messages:
+        message.wait(NO_LIMIT)
+
+
+class Waiter:
+    """Waits for messages in another thread, so that this one can give up.
+
+    If a rank dies after it has sent the beginning of a message, the wait for its rest ends only with gloo's timeout: a
+    connection that closes fails the receives that have not begun, and that of the next message.
+    """
+
+    def __init__(self) -> None:
+        self._requests = SimpleQueue[Sequence[Transfer] | None]()
+        self._results = SimpleQueue[RuntimeError | None]()
+        thread = threading.Thread(
+            target=_run, args=(self._requests, self._results), name="samestep waiter", daemon=True
+        )
+        thread.start()
+
+    def wait(self, messages: Sequence[Transfer]) -> None:
+        """Wait for messages.
+
+        Raises:
+            RuntimeError: another rank is gone.
+            PeerFailed: `give_up` was called, before or meanwhile.
+        """
+        self._requests.put(messages)
+        error = self._results.get()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame: the cycle would keep the messages
+
+    def give_up(self) -> None:
+        """End the present wait, or the next one. The waiter is not used again. In any thread."""
+        self._results.put(PeerFailed("another rank has died"))
+
+    def close(self) -> None:
+        """End the thread when it no longer waits."""
+        self._requests.put(None)
+
+
+def _run(requests: SimpleQueue[Sequence[Transfer] | None], results: SimpleQueue[RuntimeError | None]) -> None:
+    while (messages := requests.get()) is not None:
+        error = _wait(messages)
+        del messages  # they keep the connections open
+        results.put(error)
+        del error
+
+
+def _wait(messages: Sequence[Transfer]) -> RuntimeError | None:
+    try:
+        wait_for_messages(messages)
+    except RuntimeError as error:
+        return error.with_traceback(None)  # it would refer to the messages
+    return None
+
+
+def is_first(name: str) -> bool:
+    """Return whether this rank is the first to request `name`. On all ranks, if no store outlives each of them."""
+    with suppress(RuntimeError):
+        if has_group() and has_agent_store():
+            store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+            return bool(store.add(f"samestep/{name}", 1) == 1)
+    return True
+
+
+class StoreExchange:
+    """Exchanges JSON values between all ranks. With one rank the values stay in this process.
+
+    Raises OSError if MASTER_ADDR or MASTER_PORT is not set, RuntimeError if the store cannot be reached in time.
+    """
+
+    def __init__(self, environment: Environment, timeout_s: float) -> None:
+        self.rank = environment.rank
+        self.local_rank = environment.local_rank
+        self.world_size = environment.world_size
+        self._numbers = count()  # of calls of `gather`
+        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        if self.world_size > 1:
+            host, port = read_master()
+            is_host = self.rank == 0 and not has_agent_store()
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, self.world_size, is_host, timedelta(seconds=timeout_s), False, multi_tenant=True
+            )
+
+    def post(self, name: str, value: Any) -> None:
+        """Publish this rank's value under `name`."""
+        self._store.set(self._key(name, self.rank), json.dumps(value))
+
+    def collect(self, name: str, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """Return the values of `ranks` (None: all) under `name`. Ranks that post nothing in time are left out."""
+        keys = {rank: self._key(name, rank) for rank in (range(self.world_size) if ranks is None else ranks)}
+        wait_until(lambda: self._store.check([*keys.values()]), timeout_s, every_s=POLL_S)
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}  # noqa: TID251 messages of ranks
+
+    def exchange(self, name: str, value: Any, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """`post`, then `collect`."""
+        self.post(name, value)
+        return self.collect(name, timeout_s, ranks)
+
+    def gather(self, value: Any) -> list[Any]:
+        """As `Group.gather`. Raises RuntimeError if a rank does not call it in time."""
+        answers = self.exchange(f"gather/{next(self._numbers)}", value, GATHER_S)
+        if missing := [rank for rank in range(self.world_size) if rank not in answers]:
+            raise RuntimeError(f"rank {missing[0]} did not answer within {GATHER_S:g} s")
+        return [*answers.values()]
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"samestep/exchange/{name}/{rank}"

@@ -1,7 +1,7 @@
 """The collectives of all ranks on values and whole tensors other than gradients."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -9,13 +9,11 @@ import torch.distributed as dist
 
 from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed, UsageError
 from samestep.hashing import hash_pieces, view_bytes
-from samestep.world import wire
-from samestep.world.chunks import split_chunks
 from samestep.world.environment import read_host
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
-from samestep.world.process_group import has_group
-from samestep.world.waiter import Transfer, Waiter, wait_for_messages
+from samestep.world.process_group import Transfer, Waiter, has_group, wait_for_messages
+from samestep.world.signed import Unsendable, seal, unseal
 
 T = TypeVar("T")
 
@@ -113,14 +111,14 @@ class Transport:
 
     def _seal(self, value: Any) -> bytes:
         try:
-            return wire.seal(value, self._key)
+            return seal(value, self._key)
         except Exception as error:
             sentence = f"rank {self.rank} cannot send a value to the other ranks: {error}"
-            return wire.seal(wire.Unsendable(sentence), self._key)
+            return seal(Unsendable(sentence), self._key)
 
     def _unseal(self, sealed: bytes) -> Any:
-        value = wire.unseal(sealed, self._key)
-        if isinstance(value, wire.Unsendable):
+        value = unseal(sealed, self._key)
+        if isinstance(value, Unsendable):
             raise InvalidType(value.reason, code="SS102")
         return value
 
@@ -345,3 +343,23 @@ def read_outcomes(outcomes: Mapping[int, tuple[str, Any]]) -> list[Any]:
         if kind == "failure":
             raise PeerFailed(f"rank {rank} failed: {value}")
     return [value for _, value in outcomes.values()]
+
+
+def split_chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors in lists of at most `chunk_bytes`, or of one tensor. Empty ones are left out.
+
+    Example::
+
+        >>> import torch
+        >>> [len(chunk) for chunk in split_chunks([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(0)], 16)]
+        [2, 1]
+    """
+    chunk: list[torch.Tensor] = []
+    for tensor in tensors:
+        if chunk and sum(each.nbytes for each in chunk) + tensor.nbytes > chunk_bytes:
+            yield chunk
+            chunk = []
+        if tensor.numel():
+            chunk.append(tensor)
+    if chunk:
+        yield chunk

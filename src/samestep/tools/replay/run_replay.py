@@ -14,11 +14,9 @@ from samestep.config import Option, whole
 from samestep.console import escape, print_table, say, to_text
 from samestep.data.order_files import ORDERS, list_orders
 from samestep.errors import Error
-from samestep.files import copy_file, open_regular, read_tail
-from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
-from samestep.launch.launcher import check_target
-from samestep.launch.script_command import ScriptCommand
-from samestep.launch.target import Target
+from samestep.files import copy_file, open_regular, open_workdir, read_tail
+from samestep.launch.target import FLAGS as LAUNCH_FLAGS
+from samestep.launch.target import ScriptCommand, Target, check_target
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.logs import count_records, read_records
 from samestep.snapshot.manifest import MANIFEST, find_damage
@@ -28,7 +26,6 @@ from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.tools.inspect import describe_difference
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, read_lines, run_traced
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty
-from samestep.world.workdir import open_workdir
 
 OF_RUN = ("device", "backend", "override")
 FLAGS: dict[str, Option] = {
@@ -56,7 +53,7 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
         raise Error("replay needs the step: --step S, counted from 0", code="SS103")
     step = values["step"]
     micro_batch = values.get("micro_batch")
-    with exiting_on_sigterm(), open_workdir("replay-") as scratch, open_run(run) as directory:
+    with exiting_on_sigterm(), open_workdir("replay") as scratch, open_run(run) as directory:
         record = read_run(directory, run)
         _check(run, directory, record, step)
         snapshot = _choose(Store(directory), step, record.get("rewinds", []))

@@ -13,16 +13,13 @@ from samestep.cli import JSON, print_json
 from samestep.config import OPTIONS, Option, format_flags, name_flag, whole
 from samestep.console import print_result, show_activity
 from samestep.errors import Error
-from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
-from samestep.launch.flags import parse_sizes
-from samestep.launch.launcher import check_target
-from samestep.launch.script_command import ScriptCommand
-from samestep.launch.target import Target
+from samestep.files import open_workdir
+from samestep.launch.target import FLAGS as LAUNCH_FLAGS
+from samestep.launch.target import ScriptCommand, Target, check_target, parse_sizes
 from samestep.plan.sizes import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.plain import run_plain
 from samestep.tools.verify.runs import DRIFT, DRIFTED, Difference, Setup, Trial, Trials, explain, find_difference
-from samestep.world.workdir import open_workdir
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
 NOT_OF_PLAIN = ("shard", "kills", "kill_seed", "heal", *OF_RUN)
@@ -77,7 +74,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
         modes = [OPTIONS["shard"].check("--shard", each.strip()) or "none" for each in values["shard"].split(",")]
     if world_sizes == [1] and ("heal" in values or len(modes) > 1):
         raise Error("--heal and --shard need several ranks, and --world-sizes has 1 only: add 2", code="SS104")
-    with exiting_on_sigterm(), open_workdir("verify-") as home:
+    with exiting_on_sigterm(), open_workdir("verify") as home:
         verification = _Verification(target, values, home.resolve())
         if "json" not in values:
             print(f"samestep verify {' '.join(target.to_words())}", flush=True)
