@@ -18,7 +18,7 @@ from support.ports import reserve_port
 
 from samestep.errors import Error
 from samestep.launch.agent import Launch, build_variables
-from samestep.launch.launcher import open_store, parse_endpoint, parse_nodes
+from samestep.launch.launcher import open_store, parse_endpoint, parse_nodes, read_secret
 from samestep.launch.link import Nodes, Start
 from samestep.launch.target import Target
 from samestep.world.host import find_own_address
@@ -183,7 +183,10 @@ def test_the_interface_is_set_unless_it_is(monkeypatch: pytest.MonkeyPatch, own:
     assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == (own or "eth7")
 
 
-def test_one_node_needs_no_endpoint() -> None:
-    assert parse_nodes(1, 0, None, 300).num_nodes == 1
-    assert parse_nodes(None, None, None, 300).num_nodes == 1
-    assert parse_nodes(1, None, "a:1", 300).num_nodes == 1  # as with torchrun
+def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_RDZV_SECRET", " a secret of this run's nodes\n")
+    assert read_secret() == "a secret of this run's nodes"
+    assert read_secret() == "", "it is taken once"
+    monkeypatch.setenv("SAMESTEP_RDZV_SECRET", "abc")
+    with pytest.raises(Error, match="SAMESTEP_RDZV_SECRET has 3 characters"):
+        read_secret()

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,6 @@ class RankFailure(Struct, tag=True, frozen=True):
     def reason(self) -> str:
         """The failure in one short line."""
         return add_code(" ".join(self._sentence.split())[:MAX_REASON], self.error_code)
-
-
-def find_first(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """Return the failure that caused the others: the earliest of a rank that did more than lose another one."""
-    return min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
 
 
 class Result(Struct, tag=True, frozen=True):

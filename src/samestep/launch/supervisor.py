@@ -27,7 +27,7 @@ from samestep.launch.link import (
     Signalled,
     Start,
 )
-from samestep.launch.rank_reports import SOON_S, RankFailure, find_first
+from samestep.launch.rank_reports import SOON_S, RankFailure
 from samestep.world.environment import SECRET, Outcome, Restart, find_exit_code
 from samestep.world.membership import GENERATION_S
 
@@ -439,9 +439,9 @@ class Supervisor:
         It can be a death that the others had outlived, if they failed soon after.
         """
         failures = self._failed()
-        first = find_first(failures)
-        if first is None:
+        if not failures:
             return None
+        first = min(failures, key=lambda failure: (failure.secondary, failure.time_s))
         if first.secondary:
             outlived = [rank.failure for rank in self._ranks if rank.state is RankState.OUTLIVED and rank.failure]
             deaths = [failure for failure in outlived if not failure.secondary]

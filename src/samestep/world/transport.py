@@ -105,7 +105,7 @@ class Transport:
     def _gather_bytes(self, data: bytes) -> list[bytes]:
         if self.world_size == 1:
             return [data]
-        sizes = self._gather_number(len(data))
+        sizes = self._gather_number_now(len(data))
         row = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         return [each.tobytes()[:size] for each, size in zip(self._gather_rows(row), sizes, strict=True)]
 
@@ -140,15 +140,13 @@ class Transport:
     def _gather_number_now(self, number: int) -> list[int]:
         if self.world_size == 1:
             return [number]
+        data = bytearray(number.to_bytes(8))
         if self.local_sockets is not None:  # faster, and Python handles signals during the wait
-            rows = [bytearray(number.to_bytes(8)) for _ in range(self.world_size)]
+            rows: list[Any] = [bytearray(data) for _ in range(self.world_size)]
             self.local_sockets.exchange([memoryview(row) for row in rows])
-            return [int.from_bytes(row) for row in rows]
-        return self._gather_number(number)
-
-    def _gather_number(self, number: int) -> list[int]:
-        row = torch.frombuffer(bytearray(number.to_bytes(8)), dtype=torch.uint8)
-        return [int.from_bytes(each) for each in self._gather_rows(row)]
+        else:
+            rows = self._gather_rows(torch.frombuffer(data, dtype=torch.uint8))
+        return [int.from_bytes(row) for row in rows]
 
     def gather_hosts(self) -> list[str]:
         """Return an identifier of each rank's host, on every rank."""
