@@ -44,7 +44,7 @@ from samestep.engine import routes
 from samestep.plan.tree import build_layout
 from samestep.recipes.mlp import CustomDataset
 from samestep.world.environment import read_environment
-from samestep.world.group_opening import open_group
+from samestep.world.group import open_group
 
 NUM_SAMPLES = 2048
 SAMPLES_PER_RANK = 32

@@ -11,7 +11,7 @@ import samestep
 from samestep.engine.buffers import Buffers
 from samestep.plan.tree import build_layout
 from samestep.world.environment import read_environment
-from samestep.world.group_opening import open_group
+from samestep.world.group import open_group
 
 
 def build_model(momentum: float | None = 0.1) -> nn.Module:

@@ -22,7 +22,7 @@ from samestep.engine.routes import ALIGN_BYTES
 from samestep.plan.tree import split
 from samestep.torch_internals import break_gloo_connections, list_gloo_sockets
 from samestep.world.environment import read_environment
-from samestep.world.group_opening import open_group
+from samestep.world.group import open_group
 from samestep.world.process_group import close_group
 
 SHAPES = [(3,), (5, 7), (1,), (2, 3, 4, 4), (33,)]

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 import samestep
 from samestep import console
-from samestep.world import group_opening
+from samestep.world import group
 
 # --- processes forked by the script -----------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
     def train() -> str:
         Tiny(tmp_path / "x").train(num_steps=1)
         if os.environ["RANK"] == "0":
-            group_opening.PATIENCE_S, console.say = 0.1, said.write_text  # type: ignore[assignment]
+            group.PATIENCE_S, console.say = 0.1, said.write_text  # type: ignore[assignment]
         else:
             wait_until(said.exists, "rank 0 has waited")
         Tiny(tmp_path / "y")

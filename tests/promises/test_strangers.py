@@ -51,7 +51,7 @@ def test_ranks_sign_their_messages_with_their_own_key() -> None:
         import torch
 
         from samestep.world.environment import read_environment
-        from samestep.world.group_opening import open_group
+        from samestep.world.group import open_group
 
         group = open_group(read_environment(), torch.device("cpu"))
         return [str(each) for each in group.gather(group._key.hex())]

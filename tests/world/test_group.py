@@ -18,8 +18,8 @@ from samestep.snapshot.mirror import Unreachable
 from samestep.torch_internals import list_gloo_sockets
 from samestep.world import process_group, transport
 from samestep.world.environment import Environment, read_environment
-from samestep.world.group import Group, may_be_death
-from samestep.world.group_opening import choose_device, find_ranks, open_group
+from samestep.world.group import Group, find_ranks, may_be_death, open_group
+from samestep.world.process_group import choose_device
 
 CPU = torch.device("cpu")
 

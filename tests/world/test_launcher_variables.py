@@ -6,8 +6,15 @@ from collections.abc import Mapping
 import pytest
 
 import samestep
-from samestep.world.environment import read_environment, read_rank
-from samestep.world.launchers import OPEN_MPI, build_variables, expand_sizes, find_first_host, find_names
+from samestep.world.environment import (
+    OPEN_MPI,
+    expand_sizes,
+    find_first_host,
+    find_names,
+    read_environment,
+    read_rank,
+    translate_variables,
+)
 
 MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -58,7 +65,7 @@ def test_the_place_of_a_rank(given: Mapping[str, str], rank: tuple[int, ...], la
 def test_ranks_of_one_launch_choose_one_port() -> None:
     one_host = MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     first, second, other = (
-        build_variables(one_host | {"OMPI_COMM_WORLD_RANK": rank, "PMIX_NAMESPACE": job}, OPEN_MPI)
+        translate_variables(one_host | {"OMPI_COMM_WORLD_RANK": rank, "PMIX_NAMESPACE": job}, OPEN_MPI)
         for rank, job in (("0", "1"), ("1", "1"), ("1", "2"))
     )
     assert first["MASTER_PORT"] == second["MASTER_PORT"] != other["MASTER_PORT"]
@@ -68,7 +75,7 @@ def test_ranks_of_one_launch_choose_one_port() -> None:
 
 def test_what_is_set_stays() -> None:
     given = MPI | ADDRESS | {"GLOO_SOCKET_IFNAME": "eth7"}
-    found = build_variables(given, OPEN_MPI)
+    found = translate_variables(given, OPEN_MPI)
     assert found.items() >= (INTERFACE | ADDRESS | {"GLOO_SOCKET_IFNAME": "eth7"}).items()
 
 
@@ -87,7 +94,7 @@ def test_the_host_of_rank_0(text: str, host: str) -> None:
     assert find_first_host(text) == host
     names = find_names(SLURM)
     assert names is not None
-    assert build_variables(SLURM | {"SLURM_STEP_NODELIST": text}, names)["MASTER_ADDR"] == host
+    assert translate_variables(SLURM | {"SLURM_STEP_NODELIST": text}, names)["MASTER_ADDR"] == host
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from samestep.launch.target import COMMAND, ScriptCommand, Target, check_target
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.plan.sizes import check_numbers
 from samestep.version import __version__
-from samestep.world.environment import SECRET, START_AGAIN, read_overrides
-from samestep.world.launchers import FIRST_PORT, NUM_PORTS
+from samestep.world.environment import FIRST_PORT, NUM_PORTS, SECRET, START_AGAIN, read_overrides
 
 GRACE_S = 120
 

@@ -26,9 +26,8 @@ from samestep.tools.examination import FAIL, PASS, WARN, Context, DoctorCheck, F
 from samestep.torch_internals import set_timeout
 from samestep.version import __version__
 from samestep.world.environment import read_master
-from samestep.world.group import Group
-from samestep.world.group_opening import choose_device, open_group
-from samestep.world.process_group import close_group
+from samestep.world.group import Group, open_group
+from samestep.world.process_group import choose_device, close_group
 
 DEFAULT_RUN_DIR = "runs"
 CONNECT_S = 3.0

@@ -33,8 +33,8 @@ from samestep.train.step import Step, collect_values
 from samestep.train.stopping import Services, report_errors
 from samestep.watch.progress import Progress
 from samestep.watch.trackers import Tracker, Trackers
-from samestep.world.group_opening import choose_device, find_ranks, open_group
-from samestep.world.process_group import find_rank
+from samestep.world.group import find_ranks, open_group
+from samestep.world.process_group import choose_device, find_rank
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]

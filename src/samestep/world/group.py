@@ -12,18 +12,30 @@ The death of rank 1 of 4, in the order of time:
 | the step | begins the pass again, if its exchange was the collective that failed | `Step.__iter__` |
 """
 
+import platform
+import secrets
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from samestep.errors import NotHealed, PeerFailed
-from samestep.processes import Held
-from samestep.torch_internals import abort_nccl, break_gloo_connections
-from samestep.world.environment import Environment
+from samestep.console import saying_when_slow
+from samestep.errors import InvalidValue, NotHealed, PeerFailed
+from samestep.files import read_bytes
+from samestep.hashing import hash_bytes
+from samestep.processes import Held, hold
+from samestep.torch_internals import abort_nccl, add_gloo, break_gloo_connections
+from samestep.version import __version__
+from samestep.world.environment import Environment, read_environment, read_master
 from samestep.world.local_sockets import connect
 from samestep.world.membership import (
     GENERATION_S,
@@ -31,6 +43,7 @@ from samestep.world.membership import (
     Change,
     LossWatch,
     Membership,
+    check_ranks_unchanged,
     is_settled,
 )
 from samestep.world.process_group import (
@@ -38,6 +51,8 @@ from samestep.world.process_group import (
     Waiter,
     close_group,
     connect_to_store,
+    has_group,
+    join_process_group,
     open_process_group,
     release_connections,
 )
@@ -45,6 +60,10 @@ from samestep.world.signed import SignedEntries
 from samestep.world.transport import Transport
 
 T = TypeVar("T")
+
+PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it waits
+
+_run_numbers = count()  # of this process
 
 
 def may_be_death(error: RuntimeError) -> bool:
@@ -258,3 +277,106 @@ class Group(Transport, Held):
         if self._membership is not None:
             return SignedEntries(self._key, connect_to_store())
         return SignedEntries(self._key, dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+# --- the opening ------------------------------------------------------------------------------------------------------
+
+
+def describe_software() -> dict[str, str]:
+    """Describe what must be the same on all ranks. The script is a hash; "" for code in no file."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = ""
+    if path is not None:
+        with suppress(OSError):
+            script = hash_bytes(read_bytes(Path(path), is_given=True))[:12]
+    versions = {"samestep": __version__, "torch": str(torch.__version__), "Python": platform.python_version()}
+    return {**versions, "script": script}
+
+
+def find_ranks() -> Environment:
+    """Read the environment. The rank and the number of ranks are those of the process group, if there is one.
+
+    If only the process group defines them, local ranks are counted per machine. Raises Error as `read_environment`, or
+    if a launcher has set other ranks than those of the group.
+    """
+    environment = replace(read_environment(), run_number=next(_run_numbers))
+    check_ranks_unchanged()
+    if not has_group():
+        return environment
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    add_gloo()
+    if (rank, world_size) == (environment.rank, environment.world_size):
+        return environment
+    if environment.world_size > 1:
+        raise InvalidValue(
+            f"this process is rank {rank} of {world_size} in its process group, and RANK is {environment.rank} and "
+            f"WORLD_SIZE {environment.world_size}: create the process group with the launcher's ranks, or unset both",
+            rank=rank,
+            code="SS506",
+        )
+    hosts = Group(rank, world_size, torch.device("cpu")).gather_hosts()
+    local_ranks = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+    launcher = "torchrun" if environment.launcher == "python" else environment.launcher
+    return replace(
+        environment,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_ranks.index(rank),
+        local_world_size=len(local_ranks),
+        launcher=launcher,
+    )
+
+
+def open_group(
+    environment: Environment,
+    device: torch.device,
+    *,
+    backend: str | None = None,
+    compares: bool = True,
+) -> Group:
+    """Join the ranks, with gloo on CPU and NCCL (gloo for host tensors) on CUDA.
+
+    With the backend gloo, tensors on GPUs are exchanged through host memory. A process group that the script has
+    created is used as it is. If `compares`, all ranks must have the same script and versions. Raises Error if they
+    differ, or not all ranks join.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" or backend == "gloo" else NCCL
+    group = Group(environment.rank, environment.world_size, device, local_rank=environment.local_rank)
+    hold(group)
+    if environment.world_size > 1 and not dist.is_initialized():
+        host, port = read_master()
+        sentence = (
+            f"rank {environment.rank} has waited {PATIENCE_S:.0f} s for all {environment.world_size} ranks to join at "
+            f"{host}:{port}: check that each is started, and that rank 0 listens there"
+        )
+        with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
+            join_process_group(backend, environment)
+
+    if group.world_size > 1:
+        sentence = (
+            f"rank {group.rank} has waited {PATIENCE_S:g} s in samestep.Run for the other ranks: create each Run on "
+            "every rank, in the same order"
+        )
+        with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
+            group.derive_key(environment.secret.encode(), group.gather_bytes(secrets.token_bytes()))
+            if compares:
+                group.agree(describe_software())
+            group.connect_locally()
+    return group
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Let SIGINT end this process at once: torch waits for other ranks without returning to Python's handler."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""The process group of torch.distributed, waits for gloo's messages, and the rendezvous store."""
+"""The process group of torch.distributed: its device, its rendezvous store, and waits for gloo's messages."""
 
 import json
 import os
@@ -10,12 +10,14 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
-from samestep.errors import PeerFailed
+from samestep.console import say
+from samestep.errors import Error, InvalidValue, PeerFailed
 from samestep.processes import wait_until
 from samestep.torch_internals import list_gloo_sockets, reset_group_names, set_timeout
-from samestep.world.environment import Environment, has_agent_store, read_master, read_rank
+from samestep.world.environment import Environment, has_agent_store, read_master, read_rank, read_restarts
 
 NCCL = "cpu:gloo,cuda:nccl"  # a backend
 JOIN_S = 1800.0  # limit for all ranks to join: a shared file system can take long to import torch
@@ -28,6 +30,87 @@ def open_process_group(backend: str, limit_s: float = JOIN_S, **more: Any) -> No
     """Call torch.distributed.init_process_group, with a limit for all ranks to join."""
     dist.init_process_group(backend, timeout=timedelta(seconds=limit_s), **more)
     set_timeout(NO_LIMIT)
+
+
+def choose_device(environment: Environment, wanted: str | None, backend: str | None = None) -> torch.device:
+    """Return the device of this rank.
+
+    `wanted` is "cpu", "cuda" (a GPU per local rank) or one GPU such as "cuda:1"; None: "cuda" if there is a GPU.
+    With the backend gloo, ranks may share a GPU; NCCL does not permit it.
+    Raises Error if there is no such GPU, or there are more local ranks than GPUs.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, _, index = (wanted or ("cuda" if num_gpus else "cpu")).partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise InvalidValue(
+            f"device {wanted} was asked for, but torch finds no GPU: leave the option out, or give cpu", code="SS111"
+        )
+    if index and environment.local_world_size > 1 and backend != "gloo":
+        raise InvalidValue(
+            f"device {wanted} is one GPU, and {environment.local_world_size} ranks run on this host: give cuda",
+            code="SS111",
+        )
+    if index and int(index) >= num_gpus:
+        raise InvalidValue(
+            f"device {wanted} does not exist: torch finds {num_gpus} GPUs, cuda:0 to cuda:{num_gpus - 1}", code="SS111"
+        )
+    if index or (environment.launcher == "srun" and num_gpus == 1):  # Slurm may show each task only its own GPU.
+        return torch.device("cuda", int(index or 0))
+    if environment.local_rank >= num_gpus and backend != "gloo":
+        raise InvalidValue(
+            f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "
+            f"start at most {num_gpus} ranks here, or give --device cpu, or --backend gloo to let ranks share GPUs",
+            code="SS111",
+        )
+    return torch.device("cuda", environment.local_rank % num_gpus)
+
+
+def join_process_group(backend: str, environment: Environment) -> None:
+    """Join the other ranks. Raises Error if rank 0 cannot open its port."""
+    try:
+        store = _open_store(environment)
+        if store is None:
+            open_process_group(backend)
+        else:
+            open_process_group(backend, store=store, rank=environment.rank, world_size=environment.world_size)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise Error(
+            f"port {read_master()[1]} is in use here: set MASTER_PORT to a free one, the same for all ranks",
+            code="SS509",
+        ) from None
+
+
+def _open_store(environment: Environment) -> Any:  # Store
+    """Open the store through which the ranks join; None: the one that torch opens from the environment.
+
+    After a restart torchrun keeps its store, with the addresses of the earlier ranks, and gloo tries to connect to
+    those. With one torchrun, the restart count makes the keys of each start distinct. Several torchruns count their
+    restarts separately, so there this is not possible.
+    """
+    host, port = read_master()
+    rank = environment.rank
+    world_size = environment.world_size
+    limit = timedelta(seconds=JOIN_S)
+    if environment.launcher == "srun":
+        # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
+        return dist.TCPStore(host, port, world_size, rank == 0, limit, multi_tenant=True)  # type: ignore[attr-defined]
+    if environment.launcher != "torchrun" or not has_agent_store():
+        return None
+    num_restarts, most = read_restarts()
+    if environment.local_world_size == world_size:
+        store = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"samestep/restart-{num_restarts}", store)  # type: ignore[attr-defined]
+    if most and rank == 0:
+        say(
+            "torchrun restarts the ranks of several nodes with the store of the previous start, in which gloo finds "
+            "ranks that have ended: run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or use samestep "
+            "launch"
+        )
+    return None
 
 
 def has_group() -> bool:
