@@ -110,7 +110,7 @@ def test_overridden_settings_are_those_of_a_run_begun_with_them(settings: Any) -
     contents = open_contents(old)
     begun_with = json.loads(json.dumps(contents.options.in_force))
     take_steps(old, 5)
-    saved = contents.build({}, {}, Objects(old).save)
+    saved = contents.build({}, {}, Objects(old).save())
     objects = build("new", settings)
     for same, expected in ((build("old", settings), NOTHING), (objects, CHANGED[settings])):
         contents = open_contents(same)
@@ -137,7 +137,7 @@ def test_a_plateau_keeps_its_state() -> None:
     for loss in (1.0, 2.0):
         old["plateau"].step(loss)
     objects = build(0.25)
-    saved = contents.build({}, {}, Objects(old).save)
+    saved = contents.build({}, {}, Objects(old).save())
     open_contents(objects).restore(saved, contents.options.in_force, overrides=True)
     assert (objects["plateau"].best, objects["plateau"].last_epoch) == (1.0, 2)
     assert objects["optimizer"].param_groups[0]["lr"] == 0.25

@@ -38,7 +38,7 @@ class Noted(Location):
 
 
 def begin(location: Noted, copy: Copy | None = None) -> Writer:
-    inspection = Inspection(TrainingState(dict, {}, [], [], [], pytest.fail), step=1)
+    inspection = Inspection(TrainingState({}, {}, [], [], [], pytest.fail), step=1)
     return Writer(copy or make_copy(torch.randn(NUM_LARGE)), location, SnapshotOrder(1), {}, inspection)
 
 

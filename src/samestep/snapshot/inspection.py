@@ -18,17 +18,17 @@ class TrainingState:
     """The content of a snapshot. The tensors are those of the models and optimizers, not copies.
 
     Attributes:
-        build: returns the whole state, for `encode`.
+        contents: the whole state, for `encode`.
         notes: further entries of the manifest's `meta`, see `RunDirectory.mark`.
         checked: tensors that must be finite, with names for messages.
         stable: tensors that change only in an update, so that they can be copied during the next step.
         replicated: parameters to compare over the ranks, by name; none if no comparison is due.
         compare: compares the checksums of these tensors over the ranks, and raises Error if they differ.
         same: tensors that are the same on all ranks.
-        is_mine: as in `encode`, if the ranks divide the state. `build` then returns what this rank holds.
+        is_mine: as in `encode`, if the ranks divide the state. `contents` then has what this rank stores.
     """
 
-    build: Callable[[], dict[str, Any]]
+    contents: Mapping[str, Any]
     notes: Mapping[str, Any]
     checked: Sequence[tuple[str, Tensor]]
     stable: Sequence[Tensor]

@@ -337,13 +337,12 @@ class Snapshotter:
         directory = self._location.directory
         try:
             if directory is not None:
-                contents = state.build()
-                structure, tensors = encode(contents, state.is_mine)
-                epoch = contents["position"]["epoch"]
+                structure, tensors = encode(state.contents, state.is_mine)
+                epoch = state.contents["position"]["epoch"]
                 meta = directory.mark(epoch=epoch, world_size=self._location.group.world_size, notes=state.notes)
                 order = replace(order, structure=structure, tensors=tensors, meta=meta)
             elif self._location.is_divided:
-                _, tensors = encode({"objects": state.build()["objects"]}, state.is_mine)
+                _, tensors = encode({"objects": state.contents["objects"]}, state.is_mine)
                 order = replace(order, tensors=tensors)
         except OSError as error:
             self._report(order, error)

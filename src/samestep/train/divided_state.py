@@ -11,6 +11,7 @@ when it runs. The optimizers then update shards. Zhao et al. 2023, "PyTorch FSDP
 data parallel".
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -52,19 +53,19 @@ class DividedState:
     def __init__(self, objects: Objects, group: Group) -> None:
         self._objects = objects
         self._group = group
-        self._num_updates = dict.fromkeys(objects.optimizers, 0)
-        for name, optimizer in objects.optimizers.items():
-            optimizer.register_step_post_hook(lambda *_, name=name: self._count(name))
+        self._num_updates = Counter[Optimizer]()
+        for optimizer in objects.optimizers.values():
+            optimizer.register_step_post_hook(self._count)
         finalize(self, watch_norms(partial(_refuse_norm, WeakSet(objects.optimizers.values()))))
 
-    def _count(self, name: str) -> None:
-        self._num_updates[name] += 1
+    def _count(self, optimizer: Optimizer, *_: Any) -> None:
+        self._num_updates[optimizer] += 1
 
     def _check_alike(self) -> None:
         """Raise InvalidValue if an optimizer has had other updates, or has other settings, on another rank."""
         facts: dict[str, Any] = {}
         for name, optimizer in self._objects.optimizers.items():
-            facts[f"the number of calls of {name}.step()"] = self._num_updates[name]
+            facts[f"the number of calls of {name}.step()"] = self._num_updates[optimizer]
             facts[f"the hash of the settings of {name} (param_groups)"] = digest(
                 [{key: each for key, each in group.items() if key not in ("params", "param_names")}
                  for group in optimizer.param_groups]
@@ -102,11 +103,8 @@ class DividedOptimizers(DividedState):
         calls.wait_for_call(self._group, calls.UPDATE)
         send_owned([[param.detach() for param in params] for params in owned], self._group)
 
-    def outline(self) -> Callable[[], dict[str, Any]]:
-        """Describe the states of this rank's parameters to the other ranks. On all ranks.
-
-        Returns:
-            A function that returns the objects' states, with tensors on the meta device for those of other ranks.
+    def outline(self) -> dict[str, Any]:
+        """Return the objects' states, with tensors on the meta device for those of other ranks. On all ranks.
 
         Raises:
             InvalidValue: an optimizer was not called alike on all ranks.
@@ -117,7 +115,7 @@ class DividedOptimizers(DividedState):
         self._stored = {(locate(param), param.shape): self.ownership.find(param) or 0 for param in params}
         rank = self._group.rank
         self._stored |= {(locate(tensor), tensor.shape): rank for tensor in list_tensors(of_ranks[rank])}
-        return lambda: self._merge(of_ranks)
+        return self._merge(of_ranks)
 
     def is_mine(self, tensor: Tensor) -> bool:
         """Return whether this rank stores a tensor of the states that `outline` has described."""
@@ -147,12 +145,8 @@ class DividedOptimizers(DividedState):
         """Return the parameters of each optimizer by name, in an order that all ranks share."""
         return {name: dict(sorted(self._objects.name_updated(name).items())) for name in self._objects.optimizers}
 
-    def collect(self) -> Callable[[], dict[str, Any]]:
-        """Send the states of this rank's parameters to rank 0. On all ranks.
-
-        Returns:
-            A function that returns the objects' states, on rank 0 with those of the other ranks' parameters.
-        """
+    def collect(self) -> dict[str, Any]:
+        """Return the objects' states, on rank 0 with those of the other ranks' parameters. On all ranks."""
         of_ranks = self._exchange_outlines()
         if self._group.rank == 0:
             for source in range(1, self._group.world_size):
@@ -164,7 +158,7 @@ class DividedOptimizers(DividedState):
             own = of_ranks[self._group.rank]
             self._group.send(list_tensors(own), target=0)
             of_ranks = [own]  # this rank has no values of the others
-        return lambda: self._merge(of_ranks)
+        return self._merge(of_ranks)
 
     def _exchange_outlines(self) -> list[dict[str, dict[str, Any]]]:
         """Return the states of each rank's parameters: optimizer -> parameter -> state. On all ranks.
@@ -197,7 +191,7 @@ class DividedOptimizers(DividedState):
 
 
 def _refuse_norm(optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> None:
-    """Refuse to clip this rank's part of the gradients by its own norm."""
+    """Refuse to clip the gradients that this rank has by their norm alone."""
     own = {id(param.grad) for optimizer in optimizers for param in list_params(optimizer) if param.grad is not None}
     if any(id(grad) in own for grad in grads):
         raise UsageError(
@@ -254,15 +248,12 @@ class ShardedState(DividedState):
             _replace_params(optimizer, sharded)
             optimizer.register_step_post_hook(lambda *_: self.models.free_gathered())
 
-    def collect(self) -> Callable[[], dict[str, Any]]:
-        """Gather the objects' states. On all ranks.
+    def collect(self) -> dict[str, Any]:
+        """Return the objects' states, whole on rank 0. On all ranks.
 
-        Returns:
-            A function that returns them. Ranks other than 0, which have one whole tensor at a time, get empty ones.
+        The other ranks, which have one whole tensor at a time, return empty ones.
         """
-        self._prepare()
-        whole = tree_map(partial(_gather, is_kept=self._group.rank == 0), self._objects.save())
-        return lambda: whole
+        return tree_map(partial(_gather, is_kept=self._group.rank == 0), self.outline())  # type: ignore[no-any-return]
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if an optimizer, with the settings that it has now, cannot be sharded."""
@@ -280,19 +271,15 @@ class ShardedState(DividedState):
                     code="SS606",
                 )
 
-    def outline(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the objects' states, with sharded tensors. On all ranks.
+    def outline(self) -> dict[str, Any]:
+        """Return the objects' states, with sharded tensors. On all ranks.
 
         Raises:
             InvalidValue: an optimizer was not called alike on all ranks.
         """
-        self._prepare()
-        return self._objects.save
-
-    def _prepare(self) -> None:
-        """Check that the ranks' states belong together, and leave each rank its own shards only."""
         self._check_alike()
         self.models.free_gathered()  # of a forward pass between two steps
+        return self._objects.save()
 
     def is_mine(self, tensor: Tensor) -> bool:
         """Return whether this rank stores a tensor, or its rows of it."""

@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from samestep.config import Interval
 from samestep.errors import Error, UsageError
 from samestep.snapshot.inspection import TrainingState
-from samestep.snapshot.snapshotter import Snapshotter
 from samestep.torch_internals import get_local, is_sharded, read_version
 from samestep.train.objects import Objects, list_params, list_tensors, strip_compiled
 from samestep.train.run_state import RunState
@@ -83,8 +82,12 @@ class MisuseChecks(StepObserver):
     def _check_update(self, optimizer: Optimizer) -> None:
         is_ours = optimizer in self._optimizers
         if not self._state.is_in_loop:
-            if is_ours and self._state.is_before_loops:
-                _refuse_early(optimizer)
+            if is_ours and self._state.is_before_loops and _has_gradient(optimizer):
+                raise UsageError(
+                    "optimizer.step() was called before the loop of the run: each rank trains alone there, on the "
+                    "whole data set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)",
+                    code="SS214",
+                )
             return
         ids = () if is_ours else map(id, list_params(optimizer))
         name = next((self._names[number] for number in ids if number in self._names), None)
@@ -140,14 +143,9 @@ class ScheduleChecks(StepObserver):
         return {name: getattr(schedule, "last_epoch", 0) for name, schedule in self._schedules.items()}
 
 
-def _refuse_early(optimizer: Optimizer) -> None:
-    """Refuse an update before the loop. Without a gradient it does nothing."""
-    if any(param.grad is not None for param in list_params(optimizer)):
-        raise UsageError(
-            "optimizer.step() was called before the loop of the run: each rank trains alone there, on the whole data "
-            "set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)",
-            code="SS214",
-        )
+def _has_gradient(optimizer: Optimizer) -> bool:
+    """Return whether an update would change a parameter."""
+    return any(param.grad is not None for param in list_params(optimizer))
 
 
 def name_replicated(objects: Objects) -> dict[str, nn.Parameter]:
@@ -211,10 +209,6 @@ class ReplicaChecks:
         now = self._read_checksums() if before else {}
         return next((name for name, value in before.items() if now.get(name) != value), "")
 
-    def watch(self, snapshotter: Snapshotter) -> None:
-        """Begin to watch, before the first step of a loop, so that a change before its update is noticed."""
-        snapshotter.detect_writes(list_stable(self._objects))
-
     def is_due(self, step: int, epochs_done: int | None) -> bool:
         """Return whether a comparison is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
         return self._every is not None and self._every.is_due(step, epochs_done)
@@ -241,17 +235,17 @@ class ReplicaChecks:
 
     def build_training_state(
         self,
-        build: Callable[[], dict[str, Any]],
+        contents: Mapping[str, Any],
         notes: Mapping[str, Any],
         step: int,
         is_mine: Callable[[Tensor], bool] | None,
     ) -> TrainingState:
-        """Return the content of a snapshot after `step` steps. `build`, `notes`, `is_mine`: see `TrainingState`."""
+        """Return the content of a snapshot after `step` steps. `contents`, `notes`, `is_mine`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         replicated = name_replicated(self._objects)
         stable = list_stable(self._objects)
         return TrainingState(
-            build,
+            contents,
             notes,
             checked=list_checked(self._objects),
             stable=stable,

@@ -15,6 +15,7 @@ from samestep.snapshot.inspection import TrainingState
 from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.feed import Feed
+from samestep.train.guards import list_stable
 from samestep.train.prepared import Prepared
 from samestep.train.run_state import MetricsTally
 from samestep.train.step import Observers, Step, StepParts
@@ -162,8 +163,8 @@ class Loop:
         self.repeats_head = False
         self._seed_body("step", number)
         self._state.begin_step()
-        if self.step is None:
-            self._prepared.replicas.watch(self._services.snapshotter)
+        if self.step is None:  # a change before the first update is noticed, too
+            self._services.snapshotter.detect_writes(list_stable(self._prepared.objects))
         step = Step(number, self._plan.epoch_of(number), self._plan.micro_batches(number), self._parts)
         self.step = step
         self._on.begin_step(step)
@@ -269,10 +270,10 @@ class Loop:
         epoch = self._plan.epoch_of(state.steps_done) if epochs_done is None else epochs_done
         position = state.build_position(epoch, self._feed.data, lanes)
         divided = prepared.divided if self._context.location.is_divided else None
-        read_states = prepared.collect_states() if divided is None else divided.outline()
+        objects = prepared.collect_states() if divided is None else divided.outline()
         self._services.metrics.complete_checksums()
         return prepared.replicas.build_training_state(
-            lambda: prepared.contents.build(position, state.script, read_states),
+            prepared.contents.build(position, state.script, objects),
             state.build_notes(),
             state.steps_done,
             None if divided is None else divided.is_mine,

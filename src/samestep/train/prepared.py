@@ -1,6 +1,6 @@
 """What `Run.prepare` builds from the script's objects."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -103,9 +103,9 @@ class Prepared:
         last = len(self.order)
         return sorted(params, key=lambda param: self.order.get(id(param), last))
 
-    def collect_states(self) -> Callable[[], dict[str, Any]]:
-        """Call on all ranks before a snapshot. Returns a function that returns the objects' states, whole on rank 0."""
-        return self.objects.save if self.divided is None else self.divided.collect()
+    def collect_states(self) -> dict[str, Any]:
+        """Return the objects' states, whole on rank 0. On all ranks."""
+        return self.objects.save() if self.divided is None else self.divided.collect()
 
     def restore_again(self, context: RunContext) -> dict[str, Any]:
         """Restore the state in which the run resumed, see `SnapshotContents.restore_again`."""

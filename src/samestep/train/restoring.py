@@ -42,18 +42,16 @@ class SnapshotContents:
     def _list_frozen(self) -> list[str]:
         return [name for name, param in self._objects.name_params().items() if not param.requires_grad]
 
-    def build(
-        self, position: Mapping[str, Any], state: Any, read_states: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def build(self, position: Mapping[str, Any], state: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state for a snapshot.
 
         Args:
             state: `run.state`.
-            read_states: returns the objects' states.
+            objects: the objects' states.
         """
         frozen = {"frozen": self._list_frozen(), "frozen_at_start": self._frozen_at_start}
         return {
-            "objects": read_states(),
+            "objects": objects,
             "position": {**position, **frozen, "precision": self._precision.state_dict()},
             "state": state,
         }
