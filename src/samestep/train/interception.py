@@ -81,7 +81,7 @@ class Interceptor(StepInterceptor):
     `[borrow]` is also called earlier, when samples are read ahead.
 
     Args:
-        options: of the request, see `read_request`.
+        options: of the request of a tool, see `read_request`.
 
     Attributes:
         is_trial: whether a tool trains only to look at the run. Then trackers are off, and `run.restore`
@@ -112,42 +112,30 @@ class Interceptor(StepInterceptor):
         """A loop begins, after a snapshot was restored. Called on all ranks, also for a loop without steps left."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """An interceptor to install.
-
-    Attributes:
-        kind: its class.
-        options: for the interceptor.
-    """
-
-    kind: type[Interceptor]
-    options: Mapping[str, Any]
-
-
-def find_requests(config: RunConfig) -> list[Request]:
+def find_kinds(config: RunConfig) -> list[type[Interceptor]]:
     """Return the interceptors that belong to options which are set."""
-    are_set = [OPTIONS[name].interceptor for name in NO_INTERCEPTORS if getattr(config, name) is not None]
-    return [Request(load_interceptor(each), {}) for each in are_set]
+    return [
+        load_interceptor(OPTIONS[name].interceptor) for name in NO_INTERCEPTORS if getattr(config, name) is not None
+    ]
 
 
-def read_request(text: str | None) -> list[Request]:
-    """Return the interceptor that a tool has requested by the variable SAMESTEP_TRACE; [] if it is not set.
+def read_request(text: str | None) -> tuple[list[type[Interceptor]], dict[str, Any]]:
+    """Return the interceptor that a tool has requested by the variable SAMESTEP_TRACE, if it is set, and its options.
 
-    Its value is JSON: "interceptor" is the "module:class", and the rest are options. A process inherits its
+    The value is JSON: "interceptor" is the "module:class", and the rest are options. A process inherits its
     environment, so only classes of samestep itself are accepted.
 
     Raises:
         Error: the value does not name an interceptor.
     """
     if text is None:
-        return []
+        return [], {}
     try:
         options = parse_json(text)
         name = options.pop("interceptor")
         if not OWN_NAME.fullmatch(name):
             raise ValueError("the name is not one of samestep's own")
-        return [Request(load_interceptor(name), options)]
+        return [load_interceptor(name)], options
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         raise InvalidValue(
             f"{TRACE} names no interceptor ({error}): samestep's own commands set it, unset it everywhere else",

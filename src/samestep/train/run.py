@@ -20,7 +20,7 @@ from samestep.train import calls
 from samestep.train.context import RunContext, build_config
 from samestep.train.determinism import call_on_rank_0, fix_kernels, use_tf32
 from samestep.train.evaluate import Evaluator
-from samestep.train.interception import find_requests, read_request
+from samestep.train.interception import find_kinds, read_request
 from samestep.train.loop import Epoch, Loop
 from samestep.train.loop_data import Sampler, open_loop_data
 from samestep.train.objects import Objects, check_objects, find_params
@@ -136,8 +136,8 @@ class Run:
         environment = find_ranks()
         if config is not None and not isinstance(config, Mapping):
             raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}", code="SS102")
-        requests = read_request(environment.interceptor)
-        is_trial = any(request.kind.is_trial for request in requests)
+        requested, options = read_request(environment.interceptor)
+        is_trial = any(kind.is_trial for kind in requested)
         settings = build_config(
             environment,
             is_trial=is_trial,
@@ -172,7 +172,7 @@ class Run:
         self._state = context.state
         delivery = Trackers(() if is_trial else settings.trackers, self._say)
         self._services = Services(context, self._progress, delivery)
-        self._interceptors = [each.kind(context, each.options) for each in [*find_requests(settings), *requests]]
+        self._interceptors = [kind(context, options) for kind in [*find_kinds(settings), *requested]]
         self._old_params = find_params()
         self._prepared: Prepared | None = None
         self._loop: Loop | None = None

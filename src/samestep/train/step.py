@@ -36,7 +36,7 @@ class StepObserver:
         """The loop yields the step to the script."""
 
     def begin_pass(self, step: "Step") -> None:
-        """The script begins to iterate over the step's micro-batches. `.grad` still holds the previous gradients."""
+        """The script begins to iterate over the step's micro-batches. `.grad` still has the previous gradients."""
 
     def forward(self, step: "Step", batch: Any) -> None:
         """The script gets a micro-batch next."""
@@ -51,10 +51,10 @@ class StepObserver:
         """The script's body for a micro-batch has completed."""
 
     def exchanged(self, step: "Step", reduced: Reduced) -> None:
-        """All ranks' reports have arrived; `.grad` is not set yet."""
+        """All ranks' reports have arrived. `.grad` is not set yet, and an error of the pass is not raised yet."""
 
     def reduced(self, step: "Step") -> None:
-        """The pass has completed: `.grad` holds the gradient of the whole batch, or this rank's part with `shard`."""
+        """The pass has completed: `.grad` is the gradient of the batch, or with `shard` what this rank has of it."""
 
     def end_step(self, step: "Step") -> None:
         """The script's body for the step has completed."""
@@ -192,7 +192,7 @@ class StepResult:
     def gradient_checksum(self) -> int | None:
         """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one.
 
-        None if the ranks' parts of the last one have not been combined, which the next exchange does.
+        None if those of the ranks of the last pass have not been combined, which the next exchange does.
         """
         found = [checksum for read in self.checksums if (checksum := read()) is not None]
         return combine(found) if len(found) == len(self.checksums) else None
@@ -383,14 +383,14 @@ class Step:
 
     def _begin_pass(self) -> None:
         state = self._parts.state
+        problem = ""
         if state.newest_step > self.number:
+            problem = f"is over, since step {state.steps_done} has begun"
+        elif self._phase is not StepPhase.OUTSIDE:
+            problem = "is iterated over inside its own loop: use one loop after the other"
+        if problem:
             self.check_not_left()
-            raise UsageError(f"step {self.number} is over, since step {state.steps_done} has begun", code="SS218")
-        if self._phase is not StepPhase.OUTSIDE:
-            self.check_not_left()
-            raise UsageError(
-                f"step {self.number} is iterated over inside its own loop: use one loop after the other", code="SS218"
-            )
+            raise UsageError(f"step {self.number} {problem}", code="SS218")
         members = self._parts.context.group.members
         if not self.num_passes:
             self._members = members
@@ -416,12 +416,12 @@ class Step:
             try:
                 self._loaded[v] = self._parts.load(self.number, v)
             except Error as error:
-                place = f"step {self.number}"
-                raise locate_error(error, context.location.logs, context.rank, place) from error.__cause__
+                where = f"step {self.number}"
+                raise locate_error(error, context.location.logs, context.rank, where) from error.__cause__
         return to_device(self._loaded[v].batch, context.device, non_blocking=True)
 
     def _load_again(self) -> None:
-        """Load batches for a repetition of the pass, since the script may have changed those it got in place."""
+        """Load batches for a repetition of the pass, since the script may have changed in place those that it got."""
         before = self._loaded
         self._loaded = {}
         for v in before if self.num_passes else ():  # an earlier pass may have changed those of the dead rank, too
@@ -527,7 +527,7 @@ class Step:
             )
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
-        """Run the backward pass of this micro-batch, and add its part of the gradient of the batch.
+        """Run the backward pass of this micro-batch, and add its gradient to that of the batch.
 
         Args:
             loss: scalar, a mean over `weight` units of the micro-batch. For a sum of losses that are means over

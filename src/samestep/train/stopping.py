@@ -137,7 +137,7 @@ class Decision(NamedTuple):
     Attributes:
         signal: the signal that stops the run; 0 for none.
         saves: whether a snapshot is due by a clock.
-        is_written: whether all ranks have written their parts of a snapshot.
+        is_written: whether all ranks have written what they store of a snapshot.
     """
 
     signal: int = 0
