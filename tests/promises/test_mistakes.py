@@ -77,7 +77,6 @@ SCORES: dict[str, tuple[Any, str]] = {
     "a tensor": (lambda b: b[0], r"the score function returned a Tensor: return a dict"),
     "values": (lambda b: {"a": b[0]}, r"score 'a' is neither a number, .* but Tensor: average it, or turn it into s"),
     "a string": (lambda b: {"a": "b"}, r"score 'a' is neither a number, .* but str"),
-    "None": (lambda b: {"a": None}, r"score 'a' is neither a number, .* but NoneType"),
     "three": (lambda b: {"a": (1, 2, 3)}, r"score 'a' is neither a number, .* but tuple"),
     "a short list": (lambda b: {"a": [1] * 3}, r"score 'a' is neither .* for each of [12] samples, but list: average"),
     "a weight of -1": (lambda b: {"a": (1.0, -1)}, r"score 'a' has weight -1\.0: a weight is a finite number of at le"),

@@ -60,7 +60,3 @@ def test_it_is_found_before_the_next_snapshot(tmp_path: Path) -> None:
     assert [snapshot.step for snapshot in Store(run_dir).snapshots()] == [5]
     samestep.spawn(train, 3, (run_dir,))
     assert [snapshot.step for snapshot in Store(run_dir).snapshots()][-1] == 20
-
-
-def test_never(tmp_path: Path) -> None:
-    samestep.spawn(train, 2, (tmp_path / "run", 1, 7, "weight"), {"compare_every": None})

@@ -188,15 +188,6 @@ def test_a_norm_takes_one_exchange_of_shards() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-class Adapting(SGD):
-    """Computes its settings from the gradients that it sees."""
-
-    def step(self, closure: Any = None) -> None:
-        grads = [param.grad for param in self.param_groups[0]["params"] if param.grad is not None]
-        self.param_groups[0]["lr"] += sum(float(grad.norm()) for grad in grads)
-        super().step()
-
-
 class Wrapper:
     """An object with an optimizer inside."""
 
@@ -286,22 +277,17 @@ def train_other_blocks() -> None:
 
 # Arguments of `tiny_run`, or a function; how it is sharded; the error's sentence.
 REFUSED: list[tuple[Any, dict[str, str], str]] = [
-    ({"optimizer": Adapting}, DIVIDED, r"the hash of the settings of optimizer \(param_groups\) is .* on rank 0 and"),
-    ({"then": update_with_own_rate}, SHARDED, "the hash of the settings of optimizer .* on rank 0 and .* on rank 1"),
+    ({"then": update_with_own_rate}, DIVIDED, r"the hash of the settings of optimizer \(param_groups\) is .* on ra"),
     ({"then": update_on(0)}, SHARDED, r"the number of calls of optimizer\.step\(\) is 3 on rank 0 and 2 on rank 1"),
     ({"then": update_on(0)}, DIVIDED, "rank 0 has called optimizer.step, and rank 1 has not"),
-    ({"then": update_on(1)}, DIVIDED, "rank 1 has called optimizer.step, and rank 0 has not"),
     ({"then": update_on(0, evaluates=True)}, DIVIDED, "rank 0 has called optimizer.step, and rank 1 has called run"),
     ({"then": update_on(0), "snapshot_every": 2}, DIVIDED, "rank 0 has called optimizer.step, and rank 1 has not"),
     ({"then": update_on(1), "max_steps": 2}, DIVIDED, "rank 1 has called optimizer.step, and rank 0 has not"),
     ({"then": average_unprepared}, SHARDED, r"got mixed torch\.Tensor and DTensor"),
     ({"then": keep_in_state}, SHARDED, r"state\.best\.weight is a DTensor of torch.float32, which a snapshot cannot"),
     ({"then": clip_by_hand}, DIVIDED, r"call run\.clip_grad_norm_"),
-    ({"then": clip_by_hand}, SHARDED, r"call run\.clip_grad_norm_"),
-    ({"then": clip_by_total_norm}, DIVIDED, r"call run\.clip_grad_norm_"),
     ({"then": clip_by_total_norm}, SHARDED, r"call run\.clip_grad_norm_"),
     ({"model": Aliased}, DIVIDED, r"model\.second\.weight shares memory with model\.first\.weight"),
-    ({"model": Aliased}, SHARDED, r"model\.second\.weight shares memory with model\.first\.weight"),
     ({"model": Swapped}, SHARDED, "rank 1 has used other parts of the model than rank 0"),
     ({"body": lambda t, x, y: t.step.micro_batch and learn(t, x, y)}, SHARDED,
      r"step\.backward was not called in micro-batch 0, and with shard=\"fsdp2\" all ranks wait"),
@@ -310,7 +296,6 @@ REFUSED: list[tuple[Any, dict[str, str], str]] = [
     (train_other_blocks, SHARDED, r"holds Conv2d, but .* consist of Sequential, Linear"),
     ({"optimizer": torch.optim.LBFGS}, DIVIDED, "optimizer is LBFGS"),
     ({"optimizer": torch.optim.Rprop}, SHARDED, "optimizer is Rprop, which may need whole tensors, .*or shard=.optim"),
-    ({"optimizer": Wrapper}, DIVIDED, "inside another object"),
     ({"optimizer": Wrapper}, SHARDED, "inside another object"),
     ({"optimizer": functools.partial(AdamW, fused=True)}, SHARDED, "has fused=True"),
     ({"optimizer": Adagrad, "check_compute_every": 2}, SHARDED, 'is not available with shard="fsdp2"'),

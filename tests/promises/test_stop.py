@@ -16,9 +16,6 @@ from support.runs import check, run_command
 from support.tiny import Pairs, Tiny
 from support.waiting import wait_until
 
-import samestep
-from samestep.snapshot.store import Store
-
 Undisturbed = Callable[..., Outcome]
 
 HELD = "hold rank 0 at step 7 in forward"
@@ -177,15 +174,3 @@ def test_run_stop(
     assert resume_is_from(capfd.readouterr().out) == stops_at
     assert trial.num_ends == 3
     assert trial.outcome() == undisturbed()
-
-
-def test_run_stop_before_the_loop(tmp_path: Path) -> None:
-    """As by a script that reads in `run.state` that it has stopped before."""
-
-    def train() -> int:
-        tiny = Tiny(tmp_path / "run")
-        tiny.run.stop("before")
-        return int(tiny.train().run.steps_done)
-
-    assert samestep.spawn(train, 2) == 0
-    assert Store(tmp_path / "run").snapshots() == []

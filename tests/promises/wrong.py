@@ -140,13 +140,6 @@ def learn_with_infinite_slope(t: Tiny, x: Tensor, y: Tensor) -> None:
     t.step.backward(mse(t, x, y) + (root if t.step.number == 3 else 0))
 
 
-def list_micro_batches(t: Tiny) -> None:
-    for epoch in t.run.epochs(Pairs(), 1):
-        for t.step in epoch:
-            for x, y in list(t.step):
-                learn(t, x, y)
-
-
 def break_micro_batches(t: Tiny, steps: Iterable[Any], then: Callable[[Tiny], object] = update) -> None:
     for t.step in steps:
         for x, y in t.step:
@@ -193,12 +186,6 @@ def ignore_error_between_steps(t: Tiny) -> None:
             pass
 
 
-def skip_micro_batches(t: Tiny) -> None:
-    for epoch in t.run.epochs(Pairs(), 2):
-        for _ in epoch:
-            t.optimizer.step()
-
-
 def iterate_first_step_again(t: Tiny) -> None:
     update(t)
     if t.step.number == 0:
@@ -233,9 +220,6 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
     "optimizer.step not dedented": in_loop(
         r"optimizer\.step\(\) inside the micro-batch loop of step 0: .* dedent it",
         body=lambda t, x, y: [learn(t, x, y), t.optimizer.step()]),
-    "optimizer.step not dedented, in step 3": in_loop(
-        r"optimizer\.step\(\) inside the micro-batch loop of step 3: ",
-        body=lambda t, x, y: [learn(t, x, y), t.step.number == 3 and t.optimizer.step()]),
     "schedule.step not dedented": in_loop(
         r"schedule\.step\(\) inside the micro-batch loop of step 0: .* dedent it",
         objects=lambda t: {"schedule": StepLR(t.optimizer, 1)},
@@ -261,9 +245,6 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
     "step.loss read too early": in_loop(
         r"step\.loss of step 0 was read inside the micro-batch loop: read it after",
         body=lambda t, x, y: [learn(t, x, y), t.step.loss]),
-    "step.metrics read too early": in_loop(
-        r"step\.metrics of step 0 was read inside the micro-batch loop: read it after",
-        body=lambda t, x, y: t.step.metrics),
     "epoch.metrics read too early": in_loop(
         r"epoch\.metrics of epoch 0 was read before its first step was done",
         do=lambda t: [epoch.metrics for epoch in t.run.epochs(Pairs(), 2)]),
@@ -298,9 +279,6 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
         then=lambda t: t.step.backward(t.model(torch.ones(1, 4)).mean())),
     "a step within itself": in_loop(
         r"step 0 is iterated over inside its own loop", body=lambda t, x, y: list(t.step)),
-    "micro-batches listed": in_loop(
-        r"step\.backward was called outside the micro-batch loop: .*list\(step\) ends the loop",
-        do=list_micro_batches),
     "an epoch unpacked": in_loop(
         r"the micro-batches of step 0 were not iterated over: its body needs `for batch in s",
         do=lambda t: [x + y for x, y in t.run.epochs(Pairs(), 2)]),
@@ -328,10 +306,6 @@ LOSSES: dict[str, Mistake] = {
         r"the loss of step 5 is nan in micro-batch 3 \(rank [01]\): nothing of this step is sav", snapshot_every=2,
         body=lambda t, x, y: t.step.backward(
             mse(t, x, y) * (NAN if (t.step.number, t.step.micro_batch) == (5, 3) else 1.0))),
-    "a loss that is inf": in_loop(
-        r"the loss of step 2 is -inf in micro-batch 0 \(rank 0\): nothing of this step is saved", snapshot_every=1,
-        body=lambda t, x, y: t.step.backward(
-            -(t.model(x).square().mean() + 1e-3) * (INF if (t.step.number, t.step.micro_batch) == (2, 0) else 1.0))),
     "a gradient that is inf": in_loop(
         r"model\.weight is not finite after step 4: this state is not saved, and the prev", snapshot_every=1,
         body=learn_with_infinite_slope),
@@ -346,7 +320,7 @@ LOSSES: dict[str, Mistake] = {
     **{f"weight {weight}": in_loop(
         r"step\.backward got weight .* in micro-batch \d of step 0: a weight is 0, or a number",
         body=lambda t, x, y, weight=weight: t.step.backward(mse(t, x, y), weight=weight))
-       for weight in (-1.0, NAN, INF, "many", torch.ones(2), torch.tensor(-1))},
+       for weight in (NAN, "many", torch.tensor(-1))},
     "weights changed by the forward": in_loop(
         r"model\.0\.weight was changed inside the micro-batch loop .*: change weights .* \(ActNorm\), run one forward",
         model=lambda: nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 1)),
@@ -368,15 +342,9 @@ LOOPS: dict[str, Mistake] = {
     "break in the micro-batches, nothing after it": in_loop(
         r"the loop over the micro-batches of step 0 was left by break",
         do=lambda t: break_micro_batches(t, t.run.steps(Pairs(), 2), then=lambda t: None)),
-    "break in the steps": in_loop(
-        r"the loop was left by break .* at run.steps_done=1, .* call run\.stop\(\)",
-        do=lambda t: [break_steps(t, epoch) for epoch in t.run.epochs(Pairs(), 2)]),
     "break in the epochs, then evaluate": in_loop(
         r"the loop was left by break .* at run.steps_done=4, .*run\.stop",
         do=lambda t: [break_epochs(t), t.run.evaluate(score, Pairs())]),
-    "break in the epochs, then log": in_loop(
-        r"the loop was left by break .* at run.steps_done=4, .* run\.stop\(\)",
-        do=lambda t: [break_epochs(t), t.run.log({"a": 1.0})]),
     "break in the epochs": in_loop(
         r"the loop was left by break .* at run.steps_done=4, .* call run\.stop\(\)", do=break_epochs),
     "break in run.steps": in_loop(
@@ -386,12 +354,8 @@ LOOPS: dict[str, Mistake] = {
         r"the loop over the micro-batches of step 1 was left by break .* an e", do=ignore_error_in_body),
     "an error of samestep's that is ignored": in_loop(
         r"the loop was left by break .* an error", do=ignore_error_of_samestep),
-    "an error between the steps that is ignored": in_loop(
-        r"the loop was left by break .* an error", do=ignore_error_between_steps),
     "a loop after an error between the steps that is ignored": in_loop(
         r"the loop was left by break .* an error", do=lambda t: [ignore_error_between_steps(t), t.train()]),
-    "a step never iterated": in_loop(
-        r"the micro-batches of step 0 were not iterated over: its body needs `for batch in s", do=skip_micro_batches),
     "an epoch never iterated": in_loop(
         r"the steps of epoch 0 were not iterated over: its body needs `for step in epoch`",
         do=lambda t: [None for _ in t.run.epochs(Pairs(), 2)]),
@@ -427,9 +391,6 @@ PREPARED: dict[str, Mistake] = {
     "a loose parameter": at_start(
         r"optimizer holds parameters .* put a parameter of no model into one, such",
         optimizer=lambda parameters: SGD([*parameters, nn.Parameter(torch.zeros(1))], lr=0.1)),
-    "an optimizer of another model": at_start(
-        r"second holds parameters of a model that was not passed: pass i",
-        objects=lambda t: {"second": SGD(nn.Linear(1, 1).parameters(), lr=0.1)}),
     "a scaler of gradients": at_start(
         r"scaler is a GradScaler: leave it out, .*precision='fp16'\)",
         objects=lambda t: {"scaler": torch.amp.GradScaler("cpu")}),
@@ -437,8 +398,6 @@ PREPARED: dict[str, Mistake] = {
         r'device_map must be "keep" or None, not .auto.$', objects=lambda t: {"device_map": "auto"}),
     "a list of models": at_start(
         r"run\.prepare got models, a list without state_dict and load_state_dict", objects=lambda t: {"models": []}),
-    "a schedule that is None": at_start(
-        r"run\.prepare got schedule, a NoneType without state_dict", objects=lambda t: {"schedule": None}),
     "a state that cannot be saved": at_start(
         r"scorer\.key is a function, which a snapshot cannot hold",
         objects=lambda t: {"scorer": Stateful(key=score)}),
@@ -493,7 +452,7 @@ DATA: dict[str, Mistake] = {
     **{f"{count!r} {what}": at_start(
         rf"num_{what} must be a whole number of at least 1, not {re.escape(repr(count))}",
         do=lambda t, what=what, count=count: getattr(t.run, what)(Pairs(), count))
-       for count in (0, -1, 1.5, "2", True, None) for what in ("epochs", "steps")},
+       for count in (0, 1.5, True) for what in ("epochs", "steps")},
     "a data set that fails": in_loop(
         r"the data set failed at sample 20 \(KeyError: 'a column' at .*wrong\.py:\d+\), on r", data=Unreadable(20)),
     "a data set that fails in a worker": in_loop(
@@ -508,7 +467,7 @@ STATES: dict[str, Mistake] = {
     **{f"a snapshot named {name!r}": in_loop(
         r"a snapshot's name is letters, digits and underscores, such as best, not ",
         then=lambda t, name=name: t.run.snapshot(name))
-       for name in ("a b", "", "../best", "best/1", "3", "step-00000001", "latest", "never", "é", "x" * 65, 5, None)},
+       for name in ("", "../best", "3", "step-00000001", "latest", "never", "é", "x" * 65, 5)},
     "an object in run.state": in_loop(
         r"state\.best is a object, which a snapshot cannot hold",
         do=lambda t: [t.run.state.update(best=object()), t.train()]),
@@ -563,10 +522,6 @@ RANKS: dict[str, Mistake] = {
     "a sampler of epochs of different lengths": in_loop(
         r"sampler\(1\) gave 9 indices, and 8 for the epochs before: give as many .*, or use one loop per length",
         sampler=lambda epoch: range(8 + epoch)),
-    "samplers of run.steps": by_rank(
-        r"sampler\(1\) gave other indices on other ranks: seed it from the epoch, not the r", at="loop",
-        arguments=lambda rank: {
-            "num_steps": 8, "sampler": lambda epoch: [(i + epoch * rank) % 30 for i in range(30)]}),
     "run.stop on one": in_loop(
         r"rank 1 has called run\.stop, and rank 0 has not: base the decision to stop on values that are the same",
         then=lambda t: [update(t), (t.run.rank, t.step.number) == (1, 1) and t.run.stop("bored")]),
@@ -583,18 +538,12 @@ RANKS: dict[str, Mistake] = {
         snapshot_every=8,
         do=lambda t, is_evaluated=bool(ending): snapshot_on_rank_0(t, is_evaluated))
        for ending in ("", ", then evaluate")},
-    "run.snapshot on one after an epoch": in_loop(
-        r"rank 0 and rank 1 did not ask for the same snapshots in this epoch: call run\.snapshot on every rank",
-        after_epoch=lambda t: t.run.rank == 1 and t.run.snapshot("best")),
     "an unprepared module with an optimizer": in_loop(
         r"an optimizer \(SGD\) that was not passed to run\.prepare updates a parameter of shape \(1, 4\) in st",
         do=train_unprepared_head),
     "run.once on one before prepare": at_start(
         r"rank 0 has called run\.once, and rank 1 has called run\.prepare: ",
         objects=lambda t: {} if t.run.rank else t.run.once(dict)),
-    "run.barrier on one before prepare": at_start(
-        r"rank 0 has called run\.barrier, and rank 1 has called run\.prepare: ",
-        objects=lambda t: {} if t.run.rank else t.run.barrier()),
     "run.evaluate on one before the loop": at_start(
         r"rank 0 has called run\.evaluate, and rank 1 has called run\.epochs or run\.steps: ",
         do=lambda t: [t.run.rank or t.run.evaluate(score, Pairs(8)), t.train()]),

@@ -1,6 +1,5 @@
 """The events of a run come in the order that `Interceptor` describes, and interceptors are installed by name."""
 
-import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -55,27 +54,16 @@ for each in (NOTIFICATIONS | QUESTIONS) - {*vars(Recorder)}:
 def train() -> list[str]:
     """Train 3 steps, the second one in two passes. Return the events, without those of reading ahead."""
     recorder = replace(OPTIONS["check_compute_every"], interceptor=f"{__name__}:Recorder")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(OPTIONS, "check_compute_every", recorder)
-        patch.setattr(Recorder, "events", [])
-        tiny = Tiny(batch_size=4, check_compute_every=1)
-
-        for epoch in tiny.run.epochs(Pairs(12), 1):
-            for step in epoch:
-                for _ in range(1 + step.number % 2):
-                    for x, y in step:
-                        step.backward(F.mse_loss(tiny.model(x), y))
-                        step.log(size=len(x))
-                tiny.optimizer.step()
-                step.log(done=1.0)
-        return [event for event in Recorder.events if event != "borrow"]
-
-
-@pytest.fixture(autouse=True)
-def _no_run_is_left() -> Iterator[None]:
-    """A run, which is in reference cycles, ends before the next one."""
-    yield
-    gc.collect()
+    OPTIONS["check_compute_every"] = recorder  # in a process that ends with this run
+    tiny = Tiny(batch_size=4, check_compute_every=1)
+    for step in tiny.run.steps(Pairs(12), 3):
+        for _ in range(1 + step.number % 2):
+            for x, y in step:
+                step.backward(F.mse_loss(tiny.model(x), y))
+                step.log(size=len(x))
+        tiny.optimizer.step()
+        step.log(done=1.0)
+    return [event for event in Recorder.events if event != "borrow"]
 
 
 def test_the_description_has_every_event() -> None:
