@@ -24,7 +24,7 @@ from samestep.world.group import Group
 
 
 class MisuseChecks(StepObserver):
-    """Observes one run's loop, its prepared objects, and the updates of all optimizers of the process.
+    """Observes one run's loop, its prepared objects and schedules, and the updates of all optimizers of the process.
 
     The hook that sees the updates holds no reference to this object, and is removed with it.
 
@@ -38,6 +38,8 @@ class MisuseChecks(StepObserver):
         self._state = state
         self._divides = divides
         self._optimizers = WeakSet(optimizers)
+        self._schedules = {name: thing for name, thing in objects.by_name.items() if isinstance(thing, LRScheduler)}
+        self._positions: dict[str, int] = {}  # of the schedules when the pass began
         self._signature = self._sign()
         self._names = {number: name for name, (number, *_) in self._signature.items()}
         self._step: Step | None = None
@@ -67,13 +69,26 @@ class MisuseChecks(StepObserver):
         self._step = step
 
     def begin_pass(self, step: Step) -> None:
+        if self._schedules:
+            self._positions = self._read_positions()
         if self._others:
             self._before = self._read_grads()
 
     def reduced(self, step: Step) -> None:
+        if self._schedules:
+            for name, now in self._read_positions().items():
+                if now != self._positions[name]:
+                    raise UsageError(
+                        f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often "
+                        "as it has micro-batches; dedent it by one level",
+                        code="SS211",
+                    )
         if self._others:
             grads = self._read_grads()
             self._partial = {grad: count for grad, count in grads.items() if self._before.get(grad) != count}
+
+    def _read_positions(self) -> dict[str, int]:
+        return {name: getattr(schedule, "last_epoch", 0) for name, schedule in self._schedules.items()}
 
     def _read_grads(self) -> dict[Tensor, int]:
         params = [param for optimizer in self._others for param in list_params(optimizer)]
@@ -118,29 +133,6 @@ class MisuseChecks(StepObserver):
     def _sign(self) -> dict[str, tuple[int, Any, Any]]:
         """Return what identifies each parameter, by name."""
         return {name: (id(param), param.dtype, param.device) for name, param in self._objects.name_params().items()}
-
-
-class ScheduleChecks(StepObserver):
-    """Observes the schedules of a run that has some."""
-
-    def __init__(self, schedules: Mapping[str, LRScheduler]) -> None:
-        self._schedules = schedules
-        self._positions: dict[str, int] = {}  # when the pass began
-
-    def begin_pass(self, step: Step) -> None:
-        self._positions = self._read_positions()
-
-    def reduced(self, step: Step) -> None:
-        for name, now in self._read_positions().items():
-            if now != self._positions[name]:
-                raise UsageError(
-                    f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
-                    "it has micro-batches; dedent it by one level",
-                    code="SS211",
-                )
-
-    def _read_positions(self) -> dict[str, int]:
-        return {name: getattr(schedule, "last_epoch", 0) for name, schedule in self._schedules.items()}
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:

@@ -112,7 +112,7 @@ class Loop:
         self._on = observers
         derive_seed = partial(derive, context.config.seed)
         self._parts = StepParts(
-            context, state, derive_seed, feed.load, prepared.gradients, observers, services.watchdog, self._cast_vote
+            context, derive_seed, feed.load, prepared.gradients, observers, services.watchdog, self._cast_vote
         )
         self.step: Step | None = None
         self.repeats_head = state.loop.is_past

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from torch.optim.lr_scheduler import LRScheduler
-
 from samestep.console import describe_ranks, format_ranks
 from samestep.data.order_files import keep_shards
 from samestep.errors import InvalidValue
@@ -18,7 +16,6 @@ from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.determinism import fix_compiler
 from samestep.train.feed import Feed
-from samestep.train.guards import ScheduleChecks
 from samestep.train.interception import Interceptor, LoopParts
 from samestep.train.loop import Loop
 from samestep.train.loop_data import LoopData
@@ -106,9 +103,6 @@ def _build_observers(data: LoopData, context: RunContext, prepared: Prepared, se
     for interceptor in prepared.interceptors:
         interceptor.begin_loop(parts)
     observers: list[StepObserver] = [prepared.parameters, services.metrics, services.stopping, prepared.misuse]
-    by_name = prepared.objects.by_name
-    if schedules := {name: thing for name, thing in by_name.items() if isinstance(thing, LRScheduler)}:
-        observers.append(ScheduleChecks(schedules))
     return Observers([*observers, *prepared.interceptors], prepared.interceptors)
 
 

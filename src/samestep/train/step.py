@@ -20,7 +20,6 @@ from samestep.errors import Error, InvalidType, NotHealed, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.sizes import Span
 from samestep.train.context import RunContext
-from samestep.train.run_state import RunState
 from samestep.watch.beats import PhaseClock
 from samestep.world.group import may_be_death
 
@@ -154,7 +153,6 @@ class StepParts:
     """
 
     context: RunContext
-    state: RunState
     derive: Callable[..., int]
     load: Callable[[int, int], Loaded]
     gradients: Gradients
@@ -382,7 +380,7 @@ class Step:
         attempt.close(v)
 
     def _begin_pass(self) -> None:
-        state = self._parts.state
+        state = self._parts.context.state
         problem = ""
         if state.newest_step > self.number:
             problem = f"is over, since step {state.steps_done} has begun"
@@ -634,7 +632,7 @@ class Step:
 
         Example: see `Step.metrics`.
         """
-        if self._parts.state.steps_done > self.number or not (self.is_open or self.num_passes):
+        if self._parts.context.state.steps_done > self.number or not (self.is_open or self.num_passes):
             raise UsageError(
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
                 "loop, or run.log elsewhere",

@@ -284,7 +284,7 @@ class Services(Held):
         gather = partial(calls.gather_after_step, context.group)
         self.snapshotter = Snapshotter(context.config.snapshot_every, context.location, context.say, gather)
         signals = StopSignals(context.environment, progress.say, is_on=context.location.path is not None)
-        self.watchdog = Watchdog(context, context.state)
+        self.watchdog = Watchdog(context)
         self.stopping = Stopping(context.state, self.snapshotter, self.watchdog, signals)
         self.metrics = RunMetrics(context, progress, trackers)
         self._is_open = True

@@ -18,7 +18,6 @@ from samestep.files import read_text
 from samestep.launch.rank_reports import report_failure
 from samestep.processes import Held, hold
 from samestep.train.context import RunContext
-from samestep.train.run_state import RunState
 from samestep.watch.beats import PhaseClock
 from samestep.watch.diagnosis import Limits, RankFacts, build_limits
 from samestep.watch.heartbeat import Files, Heartbeat
@@ -35,10 +34,9 @@ class Watchdog(PhaseClock, Held):
         now: see `PhaseClock`.
     """
 
-    def __init__(self, context: RunContext, state: RunState) -> None:
+    def __init__(self, context: RunContext) -> None:
         super().__init__()
         self._context = context
-        self._state = state
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
         self._began_step: int | None = None  # the first step of this start
@@ -56,7 +54,7 @@ class Watchdog(PhaseClock, Held):
         context = self._context
         stuck_after_s = context.config.stuck_after_s
         hold(self, alone=True)  # that of a run whose loop was left may still answer the other ranks
-        self.enter("script", self._state.steps_done)
+        self.enter("script", self._context.state.steps_done)
         is_alone = context.environment.launcher == "python" and context.world_size == 1
         if stuck_after_s == 0 or (is_alone and hasattr(sys, "ps1")):  # a user at a prompt may take any time
             return
@@ -90,7 +88,7 @@ class Watchdog(PhaseClock, Held):
             is_lost=group.is_lost,
         )
         if self._began_step is None:
-            self._began_step = self._state.steps_done
+            self._began_step = self._context.state.steps_done
         files = Files(context.location.path, self._may_write, context.config.micro_batch_size, self._began_step)
         self._heartbeat = Heartbeat(self, facts, files, group.open_lasting_entries())
 
