@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -31,7 +30,6 @@ class LoopParts:
         data: the data set of its steps, and the plan of their samples.
         gradients: the gradients of the run's models.
         clock: the phases of this rank, and the seconds spent in each.
-        run_dir: the run's directory; None without one.
         build_state: position -> the state for a snapshot.
         measure_sizes: returns the sizes of the parameters and of their optimizers' state.
     """
@@ -39,7 +37,6 @@ class LoopParts:
     data: LoopData
     gradients: Gradients
     clock: PhaseClock
-    run_dir: Path | None
     build_state: Callable[[dict[str, Any]], dict[str, Any]]
     measure_sizes: Callable[[], list[ParamSize]]
 

@@ -96,7 +96,6 @@ def _build_observers(data: LoopData, context: RunContext, prepared: Prepared, se
         data,
         prepared.gradients,
         services.watchdog,
-        context.location.path,
         lambda position: prepared.contents.build(position | state.list_ends(), state.script, prepared.collect_states()),
         lambda: measure_sizes(prepared.objects, prepared.shard_blocks),
     )

@@ -105,7 +105,7 @@ class Trace(Tracer):
             timer.daemon = True
             timer.start()
             return
-        home = f"{self.loop.run_dir}{os.sep}snapshots{os.sep}"
+        home = f"{self.context.location.path}{os.sep}snapshots{os.sep}"
         left = kill["events"]
 
         def on_event(event: str, args: tuple[Any, ...]) -> None:
