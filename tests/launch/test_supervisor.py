@@ -116,7 +116,7 @@ def find_events(launch: Launch, num_ends: int) -> Iterator[Event]:
 def summarize(launch: Launch) -> tuple[Any, ...]:
     """What the next decisions depend on."""
     own = launch.supervisor
-    ranks = tuple((rank.state, rank.end and rank.end.outcome, rank.failure) for rank in own._ranks)
+    ranks = tuple((rank.state, rank.outcome, rank.failure) for rank in own._ranks)
     return own.state, ranks, len(own._signals), own._num_restarts, tuple(own.generation.members), own.generation.number
 
 
@@ -150,7 +150,7 @@ def check_end(launch: Launch) -> None:
     assert all(rank.state is not RankState.RUNNING for rank in ranks)
     if code in (0, 75):
         assert all(rank.state in (RankState.SUCCEEDED, RankState.OUTLIVED) for rank in ranks)
-        has_stopped = any(rank.end and rank.end.outcome is Outcome.STOPPED for rank in ranks)
+        has_stopped = any(rank.outcome is Outcome.STOPPED for rank in ranks)
         assert (code == 75) == has_stopped
     if launch.end.failure is not None:
         assert launch.tell(Report)[-1].failure == launch.end.failure, "the reason comes last"

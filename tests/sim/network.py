@@ -372,21 +372,17 @@ def connect(
     distributed: Distributed,
     failed: Callable[[str], Exception],
     group: Any,
-    value: Any = None,
-    check: Callable[[Sequence[Any]], None] | None = None,
-    watch: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> LocalSockets | None:
     """As `samestep.world.local_sockets.connect`, with the same collectives."""
     process = distributed._process
     network = distributed._network
-    ranks = group.gather((process.random.randbytes(8), value))
-    if check is not None:
-        check([theirs for _, theirs in ranks])
-    ring = network.find_ring(ranks[0][0], len(ranks))
+    names = group.gather(process.random.randbytes(8))
+    ring = network.find_ring(names[0], len(names))
     own = Endpoint(process, ring, group.rank)
     deadline_s = network.scheduler.now_s + CONNECT_S
     while not process.wait(lambda: len(ring.endpoints) == ring.size, 0.05, "connect"):
-        watch()
+        check()
         if network.scheduler.now_s > deadline_s:
             own.is_closed = True
             raise failed("a rank has not connected")

@@ -48,16 +48,6 @@ def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest(monkeypatch: p
     assert num_rounds
 
 
-def test_the_child_of_a_fork_can_work_and_fork() -> None:
-    def child() -> bool:
-        with at_work():
-            pass
-        return fork_and_run(lambda: True)
-
-    with at_work():  # the forking thread itself does not count
-        assert fork_and_run(child)
-
-
 def test_neither_side_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "LIMIT_S", 0.05)
     inside, is_over = threading.Event(), threading.Event()

@@ -81,13 +81,13 @@ def test_an_unknown_process_is_refused() -> None:
                 os._exit(len(connection.recv(1)))  # nothing, when it is closed
         knocking.append(pid)
 
-    def watch() -> None:
+    def check() -> None:
         pid, status = os.waitpid(knocking[0], os.WNOHANG)
         if pid:
             raise PeerFailed(f"a further rank has died, and the other process got {status} bytes")
 
     with pytest.raises(PeerFailed, match="a further rank has died, and the other process got 0 bytes"):
-        connect(Alone(meet=knock), watch)
+        connect(Alone(meet=knock), check)
 
 
 def test_this_machine_is_known() -> None:

@@ -312,7 +312,7 @@ def start_log(rank: int, path: Path) -> None:
 
 
 def open_streams() -> None:
-    """Let Python write each line at once and in one piece (also with PYTHONUNBUFFERED).
+    """Let Python write each line at once, and in one write (also with PYTHONUNBUFFERED).
 
     So a killed rank loses no line, and the lines of several ranks do not mix.
     """

@@ -62,18 +62,15 @@ class RankRecord:
     """A rank of the current start.
 
     Attributes:
-        end: how it has ended.
+        failure: how it has failed.
+        outcome: how its run has ended.
     """
 
     number: int
     node: int
     state: RankState = RankState.RUNNING
-    end: Ended | None = None
-
-    @property
-    def failure(self) -> RankFailure | None:
-        """How it has failed."""
-        return None if self.end is None else self.end.failure
+    failure: RankFailure | None = None
+    outcome: Outcome = Outcome.UNKNOWN
 
 
 @dataclass
@@ -182,7 +179,8 @@ class Supervisor:
     def _note_end(self, end: Ended) -> None:
         rank = self._ranks[end.rank]
         if rank.state is RankState.RUNNING:
-            rank.end = end
+            rank.failure = end.failure
+            rank.outcome = end.outcome
             good = RankState.OBEYED if end.code else RankState.SUCCEEDED
             rank.state = good if end.failure is None else RankState.FAILED
 
@@ -418,7 +416,7 @@ class Supervisor:
             self._finish(Outcome.LOST)
 
     def _find_outcome(self) -> Outcome:
-        noted = {rank.end.outcome for rank in self._ranks if rank.end is not None}
+        noted = {rank.outcome for rank in self._ranks}
         return next((each for each in (Outcome.STOPPED, Outcome.FINISHED) if each in noted), Outcome.UNKNOWN)
 
     def _finish(

@@ -39,8 +39,6 @@ NUM_PORTS = 17000
 HOST = "127.0.0.1"
 
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
-
-
 FAILURE = "failure.json"  # in the directory of a start's logs: the rank whose failure ended it, and the reason
 
 

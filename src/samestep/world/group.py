@@ -227,7 +227,7 @@ class Group(Transport, Held):
         store = membership.open_store()
         backend = NCCL if self._uses_nccl else "gloo"
         open_process_group(backend, GENERATION_S, store=store, rank=self.rank, world_size=self.world_size)
-        self.local_sockets = connect(self, watch=membership.check_newest)
+        self.local_sockets = connect(self, check=membership.check_newest)
 
     def close(self) -> None:
         super().close()

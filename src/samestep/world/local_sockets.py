@@ -19,7 +19,7 @@ from samestep.world.host import read_host_id
 # Ranks with equal shares of work usually arrive within this time. Sleeping and waking up would take as long again.
 SPIN_S = 200e-6
 CONNECT_S = 60.0  # limit for all ranks of the host to connect
-WATCH_S = 0.05  # between two calls of `watch`
+CHECK_S = 0.05  # between two calls of `check`
 
 
 class Gatherer(Protocol):
@@ -99,13 +99,13 @@ class LocalSockets:
             connection.close()
 
 
-def connect(group: Gatherer, watch: Callable[[], None] = lambda: None) -> LocalSockets | None:
+def connect(group: Gatherer, check: Callable[[], None] = lambda: None) -> LocalSockets | None:
     """Connect all ranks of `group`. Collective. Returns None on every rank unless all run on this host.
 
     The kernel says which process is at the other end, so that no other one is taken for a rank.
 
     Args:
-        watch: is called again and again while this rank waits for another one to connect, and may raise.
+        check: is called again and again while this rank waits for another one to connect, and may raise.
 
     Raises:
         PeerFailed: a rank has ended, or has not connected in time, or this process may open no further files.
@@ -126,9 +126,9 @@ def connect(group: Gatherer, watch: Callable[[], None] = lambda: None) -> LocalS
                 sockets[peer].settimeout(CONNECT_S)
                 sockets[peer].connect(names[peer])
                 if _read_pid(sockets[peer]) != pids[peer]:
-                    raise OSError(f"another process listens in place of rank {peer}")
-            _accept(listener, sockets, {pid: rank for rank, pid in enumerate(pids)}, watch)
-        except (OSError, RuntimeError) as error:  # RuntimeError: of `watch`
+                    raise OSError(f"another process listens instead of rank {peer}")
+            _accept(listener, sockets, {pid: rank for rank, pid in enumerate(pids)}, check)
+        except (OSError, RuntimeError) as error:  # RuntimeError: of `check`
             for connection in sockets.values():
                 connection.close()
             raise PeerFailed(f"a rank of this host cannot be reached ({error})") from error
@@ -136,16 +136,16 @@ def connect(group: Gatherer, watch: Callable[[], None] = lambda: None) -> LocalS
 
 
 def _accept(
-    listener: socket.socket, sockets: dict[int, socket.socket], ranks: Mapping[int, int], watch: Callable[[], None]
+    listener: socket.socket, sockets: dict[int, socket.socket], ranks: Mapping[int, int], check: Callable[[], None]
 ) -> None:
     """Add the connections of the other ranks to `sockets`. `ranks`: by pid."""
-    listener.settimeout(WATCH_S)
+    listener.settimeout(CHECK_S)
     deadline_s = time.monotonic() + CONNECT_S
     while len(sockets) < len(ranks) - 1:
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            watch()
+            check()
             if time.monotonic() > deadline_s:
                 raise
             continue

@@ -21,7 +21,7 @@ GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors
 POLL_S = 0.001
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
 
-# Ranks that have died while this process continued. Also later runs of it do without them: its place among the
+# Ranks that have died while this process continued. Also later runs of it do without them: its number among the
 # launcher's ranks is that of the process.
 _gone: list[int] = []
 
