@@ -9,7 +9,6 @@ docs/dev/forkserver.md explains why the server of multiprocessing is not used.
 import gc
 import importlib
 import os
-import selectors
 import shutil
 import signal
 import sys
@@ -18,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn
@@ -209,22 +208,19 @@ class _Server:
         self.client = client
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> rank, and a file descriptor that is readable at its end
         self.signals: list[int] = []  # which the ranks were sent
-        self.directory: str | None = None
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.client, selectors.EVENT_READ)
+        self.directory = ""  # of the client, for temporary files
 
     def run(self) -> None:
         """Serve until the client closes the connection."""
         while True:
-            ready = [key.fileobj for key, _ in self.selector.select()]
+            ready = wait([self.client, *(file for _, file in self.ranks.values())])
             self.reap()
             if self.client in ready and not self.process_request():
                 break
         self.send_signal(signal.SIGKILL)
         for pid in self.ranks:
             os.waitpid(pid, 0)
-        if self.directory is not None:  # the client was killed and has not removed it
-            shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)  # a client that was killed has not removed it
 
     def process_request(self) -> bool:
         """Process a request. Returns False if the client has ended."""
@@ -260,7 +256,6 @@ class _Server:
         for fields in ranks:
             pid = self.fork(out, err, {**common, **fields, "reports": reports})
             self.ranks[pid] = fields["rank"], os.pidfd_open(pid)
-            self.selector.register(self.ranks[pid][1], selectors.EVENT_READ)
             pids[fields["rank"]] = pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         self.send({"started": pids})
@@ -291,7 +286,6 @@ class _Server:
             if not ended:
                 continue
             rank, file = self.ranks.pop(pid)
-            self.selector.unregister(file)
             os.close(file)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
