@@ -181,20 +181,20 @@ class Agent:
         failure = self.reports.failures.get(rank) if code else None
         if code and not is_obedient and failure is None:
             failure = RankFailure(rank, time_s, code, False, "died", describe_death(code))
-        if failure is not None and not self._is_shown(rank):
+        if failure is not None:
             failure = self._exchange_with_log(failure)
         return Ended(rank, code, time_s, failure, self.reports.outcome)
 
     def _exchange_with_log(self, failure: RankFailure) -> RankFailure:
-        """Write a traceback, which the rank has not printed, to its log. Without one, add the end of the log."""
+        """Write a traceback, which the rank has not printed, to its log. Without one, add the end of a hidden log."""
         log = self.reports.logs.get(failure.rank, "")
         with suppress(OSError):
-            if not failure.traceback:
-                text = read_tail(Path(log or f"{self._directory}/rank{failure.rank}.log"))
-                return replace(failure, log="\n".join(text.splitlines()[-TAIL_LINES:]))
-            if log and not failure.secondary:
+            if failure.traceback and log and not failure.secondary:
                 with open(log, "a", opener=open_regular) as file:
                     file.write(failure.traceback)
+            elif not failure.traceback and not self._is_shown(failure.rank):
+                text = read_tail(Path(log or f"{self._directory}/rank{failure.rank}.log"))
+                return replace(failure, log="\n".join(text.splitlines()[-TAIL_LINES:]))
         return failure
 
     # --- commands ---------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from samestep.errors import Error, add_code
 from samestep.launch.agent import POLL_S, Agent, Launch
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.link import (
-    LOCALHOST,
     Board,
     Continue,
     Finish,
@@ -40,6 +39,7 @@ from samestep.launch.supervisor import Policy, Supervisor
 from samestep.launch.target import Target, check_target
 from samestep.processes import wait_until
 from samestep.world.environment import (
+    LOCALHOST,
     SECRET,
     Outcome,
     find_exit_code,

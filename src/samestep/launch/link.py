@@ -18,12 +18,11 @@ from typing import Any
 from msgspec import Struct
 
 from samestep.launch.rank_reports import RankFailure
-from samestep.world.environment import Outcome, Restart
+from samestep.world.environment import LOCALHOST, Outcome, Restart
 from samestep.world.signed import SignedEntries
 
 EVERY_S = 0.05  # between two looks into the store
 LOST_S = 3.0  # without a beat
-LOCALHOST = "127.0.0.1"
 
 # --- events -----------------------------------------------------------------------------------------------------------
 

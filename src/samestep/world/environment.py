@@ -36,7 +36,7 @@ _INTERNAL = (TRACE, HOOK, SRUN, HEAL, CONTINUES, SECRET)  # no misspelled option
 # below the ephemeral ports of Linux
 FIRST_PORT = 15000
 NUM_PORTS = 17000
-HOST = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
 FAILURE = "failure.json"  # in the directory of a start's logs: the rank whose failure ended it, and the reason
@@ -316,7 +316,7 @@ def translate_variables(variables: Mapping[str, str], names: Names) -> dict[str,
     size = sizes[int(variables.get("SLURM_NODEID", "0"))] if len(sizes) > 1 else sizes[0]
     address = variables.get("MASTER_ADDR", "")
     port = variables.get("MASTER_PORT", "")
-    hosts = [address or HOST]
+    hosts = [address or LOCALHOST]
     if str(size) != variables[names.world_size] and not (address and port):
         if not names.nodes:
             raise InvalidValue(
@@ -327,7 +327,10 @@ def translate_variables(variables: Mapping[str, str], names: Names) -> dict[str,
                 code="SS506",
             )
         # The second one is for rank 0, whose own name may be that of the loopback interface.
-        hosts = [address or find_first_host(variables[names.nodes]), variables.get("SLURM_LAUNCH_NODE_IPADDR", HOST)]
+        hosts = [
+            address or find_first_host(variables[names.nodes]),
+            variables.get("SLURM_LAUNCH_NODE_IPADDR", LOCALHOST),
+        ]
     interface = find_interface(hosts)
     job = "/".join(variables.get(name, "") for name in names.job)
     built = {
