@@ -41,7 +41,7 @@ WRITES_ATTRIBUTES = {
     "snapshot/serialization.py": "torch's metadata of a state_dict",
     "sources/webdataset.py": "a tar file, whose list of members would grow",
     "train/determinism.py": "torch's settings",
-    "train/stopping.py": "a function, to recognize it",
+    "train/stopping.py": "the hook of `sys`",
     "world/environment.py": "a class of os, to recognize who reads it",
 }
 

@@ -11,16 +11,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from samestep.config import Interval
 from samestep.errors import Error, UsageError
 from samestep.snapshot.inspection import TrainingState
 from samestep.torch_internals import get_local, is_sharded, read_version
+from samestep.train.context import RunContext
 from samestep.train.objects import Objects, list_params, list_tensors, strip_compiled
-from samestep.train.run_state import RunState
 from samestep.train.step import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
-from samestep.world.group import Group
 
 
 class MisuseChecks(StepObserver):
@@ -30,13 +28,11 @@ class MisuseChecks(StepObserver):
 
     Args:
         optimizers: those of the run.
-        divides: whether the gradients of this rank's micro-batches are not those of the batch.
     """
 
-    def __init__(self, objects: Objects, optimizers: Iterable[Optimizer], state: RunState, *, divides: bool) -> None:
+    def __init__(self, objects: Objects, optimizers: Iterable[Optimizer], context: RunContext) -> None:
         self._objects = objects
-        self._state = state
-        self._divides = divides
+        self._context = context
         self._optimizers = WeakSet(optimizers)
         self._schedules = {name: thing for name, thing in objects.by_name.items() if isinstance(thing, LRScheduler)}
         self._positions: dict[str, int] = {}  # of the schedules when the pass began
@@ -96,8 +92,9 @@ class MisuseChecks(StepObserver):
 
     def _check_update(self, optimizer: Optimizer) -> None:
         is_ours = optimizer in self._optimizers
-        if not self._state.is_in_loop:
-            if is_ours and self._state.is_before_loops and _has_gradient(optimizer):
+        state = self._context.state
+        if not state.is_in_loop:
+            if is_ours and state.is_before_loops and _has_gradient(optimizer):
                 raise UsageError(
                     "optimizer.step() was called before the loop of the run: each rank trains alone there, on the "
                     "whole data set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)",
@@ -114,7 +111,7 @@ class MisuseChecks(StepObserver):
                 "it, so that its state is part of the snapshots",
                 code="SS215",
             )
-        if self._divides and not is_ours:
+        if self._context.world_size > 1 and not is_ours:
             self._others.add(optimizer)
             if step is not None and not step.is_open:
                 self._refuse_partial(optimizer, step.number)
@@ -176,18 +173,13 @@ def list_stable(objects: Objects) -> list[Tensor]:
 
 
 class ReplicaChecks:
-    """Compares the parameters of `objects` between the ranks.
+    """Compares the parameters of `objects` between the ranks, at the interval `compare_every`."""
 
-    Args:
-        every: interval of comparisons; None: never.
-        has_divided_state: whether each rank has the optimizers' state of other parameters.
-    """
-
-    def __init__(self, objects: Objects, group: Group, every: Interval | None, *, has_divided_state: bool) -> None:
-        self._has_divided_state = has_divided_state
+    def __init__(self, objects: Objects, context: RunContext) -> None:
         self._objects = objects
-        self._group = group
-        self._every = every if group.world_size > 1 else None
+        self._group = context.group
+        self._every = context.config.compare_every if context.world_size > 1 else None
+        self._is_divided = context.config.shard is not None  # each rank has the optimizers' state of other parameters
         self._alike_at: int | None = None
         self._restored: Mapping[str, int] = {}
 
@@ -243,6 +235,6 @@ class ReplicaChecks:
             stable=stable,
             replicated=[*replicated.items()] if is_due else [],
             compare=partial(self._compare, step),
-            same=[*replicated.values()] if self._has_divided_state else stable,
+            same=[*replicated.values()] if self._is_divided else stable,
             is_mine=is_mine,
         )

@@ -21,7 +21,6 @@ from samestep.snapshot.store import Store
 from samestep.train.divided_state import shard_as
 from samestep.train.objects import GROUPS, Objects, save_module
 from samestep.world.environment import advise
-from samestep.world.group import Group
 
 
 class SnapshotContents:
@@ -119,9 +118,7 @@ class SnapshotContents:
         return contents["state"]  # type: ignore[no-any-return]
 
 
-def restore_models(
-    location: Location, modules: Mapping[str, nn.Module], which: int | str, group: Group, *, may_lack: bool
-) -> bool:
+def restore_models(location: Location, modules: Mapping[str, nn.Module], which: int | str, *, may_lack: bool) -> bool:
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
     Only rank 0 reads the snapshot, because other nodes may not have it. It sends one value at a time; of a sharded
@@ -157,12 +154,12 @@ def restore_models(
     def read(name: str, key: str) -> Any:
         return opened[0].fill(opened[0].contents["objects"][name][key])
 
-    keys = group.once(find)
+    keys = location.group.once(find)
     if keys is None:
         return False
     for name, module in modules.items():
         state = save_module(module)  # with the versions of its modules
-        saved = {key: shard_as(state.get(key), group.once(read, name, key)) for key in keys[name]}
+        saved = {key: shard_as(state.get(key), location.group.once(read, name, key)) for key in keys[name]}
         state.clear()
         state.update(saved)
         Objects({name: module}).load({name: state})

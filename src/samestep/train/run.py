@@ -637,7 +637,7 @@ class Run:
         self._services.snapshotter.wait_until_written()
         prepared.gradients.free_gathered()
         may_lack = any(each.is_trial for each in self._interceptors)
-        is_loaded = restore_models(context.location, prepared.objects.modules, which, context.group, may_lack=may_lack)
+        is_loaded = restore_models(context.location, prepared.objects.modules, which, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:

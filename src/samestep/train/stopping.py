@@ -348,10 +348,10 @@ def report_errors(rank: int) -> None:
     allow_all_characters()
     previous = sys.excepthook
     pid = os.getpid()
-    if getattr(previous, "is_samestep", False):
+    if getattr(previous, "__module__", "") == __name__:
         return
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != pid:
             previous(kind, error, trace)
             return
@@ -376,8 +376,7 @@ def report_errors(rank: int) -> None:
                 print_error(text.removesuffix("\n"), original=True)
             _leave(1)
 
-    report.is_samestep = True  # type: ignore[attr-defined]
-    sys.excepthook = report
+    sys.excepthook = report_uncaught
 
 
 def _leave(code: int) -> NoReturn:
