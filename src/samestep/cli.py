@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # such as of `| head`
         drop_output()
         code = 128 + signal.SIGPIPE
-    except (Error, OSError, ModuleNotFoundError) as error:
+    except (Error, OSError) as error:
         if (known := explain(error)) is None:
             raise
         print_error(f"samestep: error: {describe(known)}")

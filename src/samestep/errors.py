@@ -197,14 +197,10 @@ def recognize(error: BaseException) -> Error | WorkerDied | None:
     return None
 
 
-def explain(error: Error | OSError | ModuleNotFoundError) -> Error | None:
-    """Return an `Error` itself, or one that explains a system error or a missing module of samestep; else None."""
+def explain(error: Error | OSError) -> Error | None:
+    """Return an `Error` itself, or one that explains a system error; else None."""
     if isinstance(error, Error):
         return error
-    if isinstance(error, ModuleNotFoundError):
-        is_own = (error.name or "").startswith("samestep.")
-        sentence = f"this needs {error.name}, which is not installed: install samestep again"
-        return MissingPackage(sentence) if is_own else None
     full = (errno.ENOSPC, errno.EDQUOT)
     if error.filename is not None and error.errno in full:
         advice = "make room there, or name another directory (by TMPDIR, for temporary files)"
