@@ -221,28 +221,6 @@ def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Pat
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("options", [[], ["--precision", "bf16"], ["--checkpoint-activations"]], ids=str)
-def test_the_same_bits_after_kills(tokens: Path, tmp_path: Path, options: list[str]) -> None:
-    done = samestep_command(
-        "verify", "--steps", "4", "--world-sizes", "1,2,3", "--kills", "1", "gpt", "--data", tokens, *SMALL,
-        "--validate-every", "2", "--dropout", "0.1", *options, cwd=tmp_path,
-    )  # fmt: skip
-    check(done)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1300)  # it compiles C++, if no earlier run has
-def test_the_same_bits_compiled(tokens: Path, tmp_path: Path) -> None:
-    for ranks in ("1", "2"):
-        done = samestep_command(
-            "train", "gpt", "--nproc-per-node", ranks, "--data", tokens, *SMALL, "--steps", "3", "--compile",
-            "--validate-every", "2", "--run-dir", tmp_path / ranks, cwd=tmp_path, timeout=600,
-        )  # fmt: skip
-        check(done)
-    assert digest(tmp_path / "1") == digest(tmp_path / "2")
-
-
 def test_weight_decay_is_for_matrices() -> None:
     model = build_model()
     optimizer = gpt.build_optimizer(model, 1e-3, 0.1)

@@ -85,16 +85,6 @@ def test_formats_that_start_other_programs_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_kills_change_nothing(photos: Path) -> None:
-    done = samestep_command(
-        "verify", "--steps", "4", "--world-sizes", "1,2,3", "--kills", "2", "--micro-batch-size", "4", "images",
-        "--data", photos, "--image-size", "8", "--batch-size", "12", "--precision", "bf16",
-        cwd=photos.parent, timeout=280,
-    )  # fmt: skip
-    check(done)
-
-
-@pytest.mark.soak
 def test_digits_are_learned_from_files(tmp_path: Path) -> None:
     done = samestep_command("train", "images", "--nproc-per-node", "2", "--run-dir", tmp_path / "x", cwd=tmp_path)
     check(done)
