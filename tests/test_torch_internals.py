@@ -66,7 +66,7 @@ def test_clipping_looks_at_the_gradients_first() -> None:
     for param in params:
         param.grad = torch.ones(3)
     seen: list[Any] = []
-    undo = torch_internals.watch_norms(seen.append)
+    undo = torch_internals.observe_norms(seen.append)
     clip_grad_norm_(params, 1.0)
     norm = get_total_norm(param.grad for param in params)
     undo()

@@ -236,7 +236,7 @@ def _check_trackers(name: str, value: Any) -> Any:
             raise InvalidValue(f"{name} names {each!r}, which is not a tracker; there are {there}", code="SS807")
         if not isinstance(each, str) and not is_tracker(each):
             raise InvalidType(
-                f"{name} holds {each!r}, which is not a tracker: pass objects such as samestep.TensorBoard()",
+                f"{name} has {each!r}, which is not a tracker: pass objects such as samestep.TensorBoard()",
                 code="SS102",
             )
     return tuple(value)
@@ -281,7 +281,7 @@ class RunConfig:
         Option(
             int,
             "N",
-            "CPU threads per rank; part of the run's identity, because it changes bits",
+            "CPU threads per rank; in the run's identity, because it changes bits",
             whole(1, MAX_THREADS),
             is_identity=True,
         ),
@@ -302,7 +302,7 @@ class RunConfig:
             str,
             "S",
             "optimizer: divide the optimizers' state among the ranks; fsdp2: also parameters and gradients; none: "
-            "every rank holds all of it",
+            "every rank keeps all of it",
             choice(*get_args(Shard), None),
         ),
     ]

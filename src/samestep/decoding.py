@@ -34,7 +34,7 @@ def convert(value: Any, kind: type[T]) -> T:
     """Convert parsed JSON to a type. Entries that a Struct does not have are left out, unless it forbids them.
 
     Raises:
-        ValueError: the value lacks something, or a part of it has another type.
+        ValueError: the value lacks something, or something in it has another type.
     """
     try:
         return msgspec.convert(value, kind)

@@ -26,11 +26,11 @@ def hash_bytes(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def hash_pieces(pieces: Iterable[bytes | memoryview]) -> str:
-    """Return `hash_bytes` of consecutive pieces, of which only one is in memory at a time."""
+def hash_chunks(chunks: Iterable[bytes | memoryview]) -> str:
+    """Return `hash_bytes` of consecutive chunks, of which only one is in memory at a time."""
     sha = hashlib.sha256()
-    for piece in pieces:
-        sha.update(piece)
+    for chunk in chunks:
+        sha.update(chunk)
     return sha.hexdigest()
 
 

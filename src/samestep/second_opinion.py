@@ -32,7 +32,7 @@ class ComputeCheck(NamedTuple):
 
     Attributes:
         v: the micro-batch.
-        owner: the rank that holds it.
+        owner: the rank that owns it.
         checker: the rank that computes it, too.
         judge: the rank that computes it if these two disagree; None with two ranks.
     """
@@ -44,7 +44,7 @@ class ComputeCheck(NamedTuple):
 
 
 def plan_checks(n: int, world_size: int, number: int) -> tuple[ComputeCheck, ...]:
-    """Return the checks of a step of n micro-batches: one for each rank that holds any; () with one rank.
+    """Return the checks of a step of n micro-batches: one for each rank that owns any; () with one rank.
 
     No rank checks more than one. With m ranks, every pair (owner, checker) occurs once in m - 1 checked steps.
 
@@ -55,11 +55,11 @@ def plan_checks(n: int, world_size: int, number: int) -> tuple[ComputeCheck, ...
         return ()
     num_turns, turn = divmod(number, world_size - 1)
     checks = []
-    for owner, held in enumerate(build_layout(n, world_size).ranges):
-        if held:
+    for owner, owned in enumerate(build_layout(n, world_size).ranges):
+        if owned:
             checker = (owner + 1 + turn) % world_size
             judge = next((rank for rank in range(world_size) if rank not in (owner, checker)), None)
-            checks.append(ComputeCheck(held[num_turns % len(held)], owner, checker, judge))
+            checks.append(ComputeCheck(owned[num_turns % len(owned)], owner, checker, judge))
     return tuple(checks)
 
 
@@ -129,7 +129,7 @@ class SecondOpinion(Interceptor):
         return plan_checks(num_micro_batches, self.context.world_size, step // self._every)
 
     def results(self) -> tuple[int, int]:
-        """Return checksums of this rank's results for the micro-batches that it holds and that it has borrowed."""
+        """Return checksums of this rank's results for the micro-batches that it owns and that it has borrowed."""
         found = {v: combine(read_back(sums)) for v, sums in self._sums.items()}
         computed = next((found[check.v] for check in self._checks if check.owner == self.context.rank), 0)
         recomputed = next((found[check.v] for check in self._checks if check.checker == self.context.rank), 0)

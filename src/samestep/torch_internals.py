@@ -1,4 +1,4 @@
-"""The private names of torch that samestep depends on, in one place.
+"""The private names of torch that samestep depends on, in one module.
 
 None has a public equivalent that is as fast or does the same. If a torch release changes one of them, tests fail; what
 is said below as "without it" works instead.
@@ -74,14 +74,14 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [indices for _, indices in groups.values()]
 
 
-# Of the process, as the function of torch that they watch is. Each is of an object that removes it at its end.
-_norm_watchers: list[Callable[[Sequence[Tensor]], None]] = []
+# Of the process, as the function of torch that they follow is. Each is of an object that removes it at its end.
+_norm_observers: list[Callable[[Sequence[Tensor]], None]] = []
 _decorated: Any = torch.nn.utils.clip_grad._get_total_norm
 _total_norm_cell = _decorated.__closure__[0]  # where the decorator keeps the function
 _get_total_norm: Callable[..., Tensor] = _total_norm_cell.cell_contents
 
 
-def watch_norms(look: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
+def observe_norms(look: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
     """Call `look` with the tensors of each `torch.nn.utils.clip_grad_norm_` or `get_total_norm`, however the script has
     imported it.
 
@@ -91,20 +91,20 @@ def watch_norms(look: Callable[[Sequence[Tensor]], None]) -> Callable[[], None]:
         A function that ends this.
     """
     _total_norm_cell.cell_contents = _look_and_get_total_norm
-    _norm_watchers.append(look)
-    return lambda: _norm_watchers.remove(look)
+    _norm_observers.append(look)
+    return lambda: _norm_observers.remove(look)
 
 
 def _look_and_get_total_norm(tensors: Any, *args: Any, **options: Any) -> Tensor:
     tensors = [tensors] if isinstance(tensors, Tensor) else [*tensors]
-    for look in _norm_watchers:
+    for look in _norm_observers:
         look(tensors)
     return _get_total_norm(tensors, *args, **options)
 
 
 @torch.no_grad()
 def get_total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Same as `torch.nn.utils.get_total_norm`, which nothing watches."""
+    """Same as `torch.nn.utils.get_total_norm`, which nothing observes."""
     return _get_total_norm(tensors, norm_type)
 
 
@@ -165,7 +165,7 @@ def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[No
 LOOK_S = 0.2  # how long an iterator waits for data before it checks whether the workers are alive
 
 
-def watch_workers(iterator: Any) -> None:
+def look_for_dead_workers(iterator: Any) -> None:
     """Let the iterator look for dead workers every `LOOK_S` while it waits, in place of torch's SIGCHLD handler.
 
     That handler raises wherever the main thread is. Python prints an exception in a weak reference's callback or in
@@ -290,12 +290,12 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def get_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, with its version and memory; any other tensor as it is."""
+    """Return this rank's slice of a sharded tensor, with its version and memory; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a value is a tensor of which each rank holds a part (`DTensor`)."""
+    """Return whether a value is a tensor of which each rank has a slice (`DTensor`)."""
     return hasattr(tensor, "_local_tensor")
 
 
@@ -306,13 +306,13 @@ def gather_whole(tensor: Any) -> Tensor:
 
 
 def find_first_row(tensor: Any) -> int:
-    """Return the index of the first row that this rank holds of a sharded tensor."""
+    """Return the index of the first row that this rank has of a sharded tensor."""
     num_rows = -(-tensor.shape[0] // tensor.device_mesh.size())
     return min(num_rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])  # type: ignore[no-any-return]
 
 
 def shard_like(param: Any, local: Tensor) -> Tensor:
-    """Return a tensor that is sharded as `param` is, of which this rank's part is `local`."""
+    """Return a tensor that is sharded as `param` is, of which this rank's slice is `local`."""
     from torch.distributed.tensor import DTensor
 
     sharded: Tensor = DTensor.from_local(

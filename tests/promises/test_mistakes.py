@@ -161,7 +161,7 @@ ARGUMENTS: list[tuple[str, list[Any], str]] = [
     ("resume", ["", -1, 1.5, []], "resume must be latest, a step, a snapshot's name such as best, or never, not"),
     ("deterministic", ["no", None, 1], "deterministic must be True or False, not"),
     ("trackers", [None, 3, samestep.TensorBoard()], r"trackers must be a list such as \[samestep\.TensorB"),
-    ("trackers", [[3], [samestep.TensorBoard]], r"trackers holds .*, which is not a tracker: pass objects"),
+    ("trackers", [[3], [samestep.TensorBoard]], r"trackers has .*, which is not a tracker: pass objects"),
     ("trackers", [["wanbd"], "tensorboard,wanbd"], r"trackers names 'wanbd', which is not a tracker; there are "),
     ("config", [3, "x", [1], [("a", 1)]], r"config must be a dict such as vars\(args\), not a"),
     ("run_dir", [3, b"x", ["x"], "", "a\0b"], "run_dir must be the path of a directory, or None"),

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from samestep.hashing import hash_pieces, view_bytes
+from samestep.hashing import hash_chunks, view_bytes
 
 
 def hash_content(batch: Any) -> str:
     """Return a hash of all tensors and numbers; "" without any. Strings are left out, because paths may differ."""
     pieces = _find_bytes(batch)
     first = next(pieces, None)
-    return "" if first is None else hash_pieces(chain([first], pieces))[:16]
+    return "" if first is None else hash_chunks(chain([first], pieces))[:16]
 
 
 def _find_bytes(batch: Any) -> "Iterator[bytes | memoryview]":

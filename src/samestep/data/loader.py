@@ -28,7 +28,7 @@ from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
 from samestep.processes import Held, die_with_parent, hold
-from samestep.torch_internals import abandon_workers, end_on_feeder_error, forget_workers, watch_workers
+from samestep.torch_internals import abandon_workers, end_on_feeder_error, forget_workers, look_for_dead_workers
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
 
@@ -229,7 +229,7 @@ class Workers(Held):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # until WorkerStart ignores them
         try:
             self.iterator = iter(self._loader)
-            watch_workers(self.iterator)
+            look_for_dead_workers(self.iterator)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         started = set(multiprocessing.active_children()) - before

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from samestep.decoding import Count, decode
 from samestep.errors import InvalidValue
-from samestep.hashing import hash_pieces
+from samestep.hashing import hash_chunks
 
 
 class Shard(NamedTuple):
@@ -99,7 +99,7 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
         raise InvalidValue(
             f"two shards of {type(dataset).__name__} have the same name: give each a name of its own", code="SS309"
         )
-    mark = hash_pieces(["\0".join(names).encode(), sizes.tobytes()])[:16]
+    mark = hash_chunks(["\0".join(names).encode(), sizes.tobytes()])[:16]
     return tuple(shards), sizes[0], mark
 
 

@@ -137,7 +137,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1)
+            each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in self.c_attn(x).chunk(3, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)

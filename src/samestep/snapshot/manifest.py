@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from samestep.decoding import Count, Object, convert, decode, parse_json
 from samestep.files import open_regular, read_bytes
-from samestep.hashing import hash_bytes, hash_pieces
+from samestep.hashing import hash_bytes, hash_chunks
 from samestep.version import __version__
 
 FORMAT = 1
@@ -183,7 +183,7 @@ def _check_extent(directory: Path, placed: tuple[str, int, Extent]) -> str | Non
         with open(directory / file, "rb", opener=open_regular) as opened:
             opened.seek(start)
             parts = (opened.read(min(_BUFFER_BYTES, end - at)) for at in range(start, end, _BUFFER_BYTES))
-            checksum = hash_pieces(parts)
+            checksum = hash_chunks(parts)
     except OSError as error:
         return f"{file} cannot be read ({error.strerror})"
     return None if checksum == sha256 else f"{file} is damaged (somewhere in bytes {start} to {end})"

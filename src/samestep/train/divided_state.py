@@ -33,8 +33,8 @@ from samestep.torch_internals import (
     gather_whole,
     get_local,
     is_sharded,
+    observe_norms,
     shard_like,
-    watch_norms,
 )
 from samestep.train import calls
 from samestep.train.objects import STATE, Objects, list_params, list_tensors, save_module
@@ -56,7 +56,7 @@ class DividedState:
         self._num_updates = Counter[Optimizer]()
         for optimizer in objects.optimizers.values():
             optimizer.register_step_post_hook(self._count)
-        finalize(self, watch_norms(partial(_refuse_norm, WeakSet(objects.optimizers.values()))))
+        finalize(self, observe_norms(partial(_refuse_norm, WeakSet(objects.optimizers.values()))))
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
         self._num_updates[optimizer] += 1

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed, UsageError
-from samestep.hashing import hash_pieces, view_bytes
+from samestep.hashing import hash_chunks, view_bytes
 from samestep.world.environment import read_host
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
@@ -86,7 +86,7 @@ class Transport:
 
     def derive_key(self, secret: bytes, randoms: Sequence[bytes]) -> None:
         """Set the key that signs values, from the launcher's secret and random bytes of each rank."""
-        self._key = bytes.fromhex(hash_pieces([secret, *randoms]))
+        self._key = bytes.fromhex(hash_chunks([secret, *randoms]))
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank.

@@ -96,13 +96,13 @@ class Replay(Tracer):
             self._result = {"samples": [indices[v].tolist()], "losses": [], "weights": []}
             self._result |= {"num_samples": step.num_samples, "fingerprint": combine(prints)}
             self._grads = [None] * len(self.loop.gradients.plan.params)
-            watch = _NonFinite(self.modules)
+            search = _NonFinite(self.modules)
             seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
             yield batch
-            watch.close()
-            if not (watch.has_forward or all(map(math.isfinite, self._result["losses"]))):
-                watch.found.insert(0, "the loss is not finite, but all modules' outputs are: it arises after them")
-            self._result |= {"not_finite": watch.found, "logged": _to_json(self._logged), **self._measure()}
+            search.close()
+            if not (search.has_forward or all(map(math.isfinite, self._result["losses"]))):
+                search.found.insert(0, "the loss is not finite, but all modules' outputs are: it arises after them")
+            self._result |= {"not_finite": search.found, "logged": _to_json(self._logged), **self._measure()}
         self._finish(step, self._result)
 
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:

@@ -161,7 +161,7 @@ def _judge_epoch(passes: Sequence[Pass], length: int | None, is_training: bool) 
         return
     drawn: list[list[Any]] = [each.samples for each in passes]
     if len(passes) > 1 and length == sum(each.length or 0 for each in passes) and not passes[0].is_subset:
-        # Each rank has a data set of its own part, so that equal indices are other samples.
+        # Each rank has a data set of its share, so that equal indices are other samples.
         drawn = [[(rank, each) for each in samples] for rank, samples in enumerate(drawn)]
     counts = Counter(each for samples in drawn for each in samples)
     num = len(counts)
@@ -279,7 +279,7 @@ def find_distance(vectors: Vectors) -> float:
 
 
 def check_replicas(runs: Runs) -> Iterator[Finding]:
-    """Check that all ranks hold the same weights after each update."""
+    """Check that all ranks have the same weights after each update."""
     num_elements = max(rank.updates[0].num_elements for ranks in runs.values() for rank in ranks)
     for size, steps in _list_steps(runs):
         if any(update.num_elements != num_elements for update in steps[0]):

@@ -284,7 +284,7 @@ def count(things: Any) -> int | None:
 
 
 def resolve(dataset: Any, index: Any) -> int | str:
-    """Return the index of a sample in the data set that a `Subset`, of a subset, is a part of."""
+    """Return the index of a sample in the data set that a `Subset`, or a subset of it, is taken from."""
     if not hasattr(index, "__index__"):
         return str(index)
     number = int(index)

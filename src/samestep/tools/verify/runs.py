@@ -253,14 +253,14 @@ OF_RANKS = EVERYWHERE | {
 # Between a whole state and one that is divided among the ranks:
 OF_SHARD = OF_RANKS | {
     "initial": "{name} differs before the first step: set initial values before run.prepare, because values that are "
-    "drawn for the parts of a tensor depend on its division",
-    "losses": "the same inputs of {name} give a different loss: the forward pass computes from a part of a tensor"
+    "drawn for the slices of a tensor depend on its division",
+    "losses": "the same inputs of {name} give a different loss: the forward pass computes from a slice of a tensor"
     f"{OR_CARRIED}",
     "gradient": "the same losses give a different gradient of {name}: something changes the sums over the ranks, such "
     f"as a mean in place of a sum, or +0.0 in place of the neutral -0.0{OR_CARRIED}",
-    "state": "the same gradients give a different {name}: the update computes from the parts of tensors that a rank "
-    "holds, such as a norm of its gradients (for clipping, use run.clip_grad_norm_), or fused=True, whose kernel "
-    f"rounds the last elements of a part differently{OR_CARRIED}",
+    "state": "the same gradients give a different {name}: the update computes from the slices of tensors that a rank "
+    "has, such as a norm of its gradients (for clipping, use run.clip_grad_norm_), or fused=True, whose kernel "
+    f"rounds the last elements of a slice differently{OR_CARRIED}",
 }
 
 

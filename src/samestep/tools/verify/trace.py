@@ -74,7 +74,7 @@ class Trace(Tracer):
         """Write the line of the step."""
         loss = None if step.result.loss is None else step.result.loss.hex()
         line = {"step": step.number, "loss": loss, "at_s": time.monotonic(), "facts": self._facts}
-        state = self.loop.build_state({"step": step.number + 1})  # on all ranks, which may hold parts of it
+        state = self.loop.build_state({"step": step.number + 1})  # on all ranks, which may have slices of it
         if self.context.rank == 0:
             structure, tensors = encode(state)
             hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
@@ -94,7 +94,7 @@ class Trace(Tracer):
                 "shard": settings.shard if self.context.world_size > 1 else None,
             }
         )
-        state = self.loop.build_state({"step": first_step})  # on all ranks, which may hold parts of it
+        state = self.loop.build_state({"step": first_step})  # on all ranks, which may have slices of it
         if self.context.rank == 0:
             self._facts += (("initial", name, hash_tensor(tensor)) for name, tensor in encode(state)[1].items())
 
