@@ -2,13 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.runs import check, samestep_command
 from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
 
-from samestep.tools.verify.plain_checks import Pass, PlainRank, check_evaluation, check_samples
+from samestep.tools.verify.plain_checks import Pass, PlainRank, check_epochs
 
 ROOT = Path(__file__).parents[2]
 VERDICT = re.compile(r"^  (\w+) +(ok|MISTAKE|not observed) +(.*)$", re.MULTILINE)
@@ -127,18 +126,19 @@ def record(num_batches: int, *batches: list[int], is_training: bool) -> list[Pla
     return ranks
 
 
-def judge(check: Any, second: list[int], *, is_training: bool) -> str:
-    """Return what a check says about the samples of 2 ranks, of which one has drawn 0, 2 and 4 of 5 samples."""
+def judge(second: list[int], *, is_training: bool) -> str:
+    """Return what the check says about the samples of 2 ranks, of which one has drawn 0, 2 and 4 of 5 samples."""
     shares = {1: [[0, 1, 2, 3, 4]], 2: [[0, 2, 4], second]}
     runs = {size: record(2, *ids, is_training=is_training) for size, ids in shares.items()}
-    return "; ".join(sentence for _, sentence in check(runs) if sentence.startswith("on 2 ranks"))
+    found = check_epochs(runs, is_training=is_training)
+    return "; ".join(sentence for _, sentence in found if sentence.startswith("on 2 ranks"))
 
 
 def test_padding_is_allowed_in_training_only() -> None:
-    repeated = judge(check_samples, [1, 3, 0], is_training=True)
+    repeated = judge([1, 3, 0], is_training=True)
     assert repeated == "on 2 ranks, 1 of 5 samples are repeated in an epoch, as padding"
     for second, how in (([1, 3, 0], ", as padding"), ([0, 1, 3], "")):
-        said = judge(check_evaluation, second, is_training=False)
+        said = judge(second, is_training=False)
         assert said.startswith(f"on 2 ranks, 1 of 5 samples count more than once{how}: give each rank its share")
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,17 +123,8 @@ Vectors = NDArray[np.float64]  # a projection per rank
 # --- samples ------------------------------------------------------------------------------------------------------
 
 
-def check_samples(runs: Runs) -> Iterator[Finding]:
-    """Check that the ranks together train on each sample once per epoch."""
-    return _check_epochs(runs, is_training=True)
-
-
-def check_evaluation(runs: Runs) -> Iterator[Finding]:
-    """Check that an evaluation counts each sample once."""
-    return _check_epochs(runs, is_training=False)
-
-
-def _check_epochs(runs: Runs, *, is_training: bool) -> Iterator[Finding]:
+def check_epochs(runs: Runs, *, is_training: bool) -> Iterator[Finding]:
+    """Check that the ranks together train on each sample once per epoch, or that an evaluation counts each once."""
     alone = [passes[0] for passes in _group_passes(runs.get(1, []), is_training)]
     if is_training and any(len({*each.samples}) < len(each.samples) for each in alone):
         return  # it draws samples several times per epoch
@@ -295,11 +287,17 @@ def check_replicas(runs: Runs) -> Iterator[Finding]:
 
 # Check -> what it does, and why it may have nothing to judge.
 CHECKS: dict[str, tuple[Callable[[Runs], Iterator[Finding]], str]] = {
-    "samples": (check_samples, "no DataLoader was iterated before a backward pass, or samples are drawn repeatedly"),
+    "samples": (
+        partial(check_epochs, is_training=True),
+        "no DataLoader was iterated before a backward pass, or samples are drawn again",
+    ),
     "order": (check_order, "fewer than two epochs over a data set with indices began"),
     "gradient": (check_gradient, "no gradient of several ranks was seen before it was averaged"),
     "replicas": (check_replicas, "no weights that each rank has a copy of were updated on several ranks"),
-    "evaluation": (check_evaluation, "no complete pass over a DataLoader without a backward pass"),
+    "evaluation": (
+        partial(check_epochs, is_training=False),
+        "no complete pass over a DataLoader without a backward pass",
+    ),
 }
 
 

@@ -37,19 +37,14 @@ MAX_ELEMENTS = 1 << 14  # of a tensor, evenly spread, that are projected
 LEAVE_S = 10.0  # for the other ranks to complete the last step
 ENDED = "ended-"  # a file: a rank has made its last step
 
-_recorder: "Recorder | None" = None  # of the process, in which the plain script has no run that could own it
-
 
 def begin(options: Mapping[str, Any]) -> None:
-    """Install the hooks in this process. A second call does nothing.
+    """Install the hooks in this process, which keep the recorder.
 
     Args:
         options: "dir" for the records; "steps", after which the script is ended.
     """
-    global _recorder
-    if _recorder is None:
-        _recorder = Recorder(Path(options["dir"]), options["steps"])
-        _recorder.install()
+    Recorder(Path(options["dir"]), options["steps"]).install()
 
 
 @cache
@@ -146,7 +141,6 @@ class Recorder(Held):
         self._datasets: dict[int, tuple[int, Any]] = {}
         self._indices: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()  # iterator -> of requested batches
         self._passes: WeakKeyDictionary[Any, tuple[Pass, Any]] = WeakKeyDictionary()  # iterator -> pass, data set
-        self._newest: dict[int, Pass] = {}  # data set -> its newest pass
         self._latest: Pass | None = None  # the pass of the last batch
         self._num_samples = 0.0  # of the backward passes since the last update
 
@@ -207,7 +201,6 @@ class Recorder(Held):
         )
         self._record.passes.append(begun)
         self._passes[iterator] = begun, dataset
-        self._newest[number] = begun
 
     def _add_batch(self, iterator: Any, batch: Any) -> None:
         if iterator not in self._passes or not self._indices.get(iterator):
@@ -221,7 +214,8 @@ class Recorder(Held):
 
     def _count_backward(self) -> None:
         """Count a backward pass for the open passes: several, if a loop takes batches from several loaders."""
-        for each in self._newest.values():
+        newest = {each.dataset: each for each in self._record.passes}
+        for each in newest.values():
             if each.is_grad and (each is self._latest or not each.is_ended):
                 batch = each.ids[each.num_backwards : each.num_backwards + 1]  # later ones are fetched ahead
                 self._num_samples += len(batch[0]) if batch else math.nan
