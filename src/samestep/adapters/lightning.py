@@ -95,15 +95,6 @@ class Trainer(SimpleNamespace):
         )
         self.lightning_module.trainer = self
 
-    def count_steps(self, num_samples: int, batch_size: int) -> None:
-        """Set the numbers of steps, when the data are known."""
-        self.num_training_batches = math.ceil(num_samples / batch_size)
-        self.estimated_stepping_batches = self.max_epochs * self.num_training_batches
-
-    def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of the module."""
-        getattr(self.lightning_module, hook)(*arguments)
-
 
 class Logs:
     """Collects the values that the module logs with `self.log`, by the running hook.
@@ -261,7 +252,14 @@ def fit(
     _set_up(run, trainer, "fit")
     train_loader = _open(trainer, "train", train_loader)
     val_loader = _open(trainer, "val", val_loader)
-    trainer.count_steps(_count_samples(train_loader), run.batch_size)
+    if train_loader is None:
+        raise InvalidValue(
+            "fit got no training data: pass train_loader or a LightningDataModule, or define train_dataloader",
+            code="SS802",
+        )
+    num_samples = len(getattr(train_loader, "dataset", train_loader))
+    trainer.num_training_batches = math.ceil(num_samples / run.batch_size)
+    trainer.estimated_stepping_batches = max_epochs * trainer.num_training_batches
     logs = _prepare(run, trainer)
     schedules = trainer.lr_scheduler_configs
     for epoch in run.epochs(train_loader, max_epochs):
@@ -271,8 +269,8 @@ def fit(
         _keep_best(run, trainer, monitor, 1 if mode == "min" else -1, epoch.number, patience)
         if trainer.should_stop:
             run.stop()
-    trainer.call("on_train_end")
-    trainer.call("on_fit_end")
+    module.on_train_end()
+    module.on_fit_end()
     _tear_down(trainer, "fit")
     return dict(trainer.callback_metrics)
 
@@ -345,40 +343,26 @@ def _set_up(run: Run, trainer: Trainer, stage: str) -> None:
     for datamodule in own:
         datamodule.trainer = trainer
         datamodule.setup(stage)
-    trainer.call("setup", stage)
+    trainer.lightning_module.setup(stage)
 
 
 def _tear_down(trainer: Trainer, stage: str) -> None:
     if trainer.datamodule is not None:
         trainer.datamodule.teardown(stage)
-    trainer.call("teardown", stage)
+    trainer.lightning_module.teardown(stage)
 
 
 def _open(trainer: Trainer, kind: str, given: Any) -> Any:
-    """Return the given loaders, or those of the data module, or of the module; None if there are none."""
+    """Return the given data, or those of the data module, or of the module; None if there are none."""
     name = f"{kind}_dataloader"
     base = "LightningModule" if trainer.datamodule is None else "LightningDataModule"
     source = trainer.lightning_module if trainer.datamodule is None else trainer.datamodule
     if given is None and is_replaced(source, name, find_class(source, base)):
-        return getattr(source, name)()
-    return given
-
-
-def _count_samples(loader: Any) -> int:
-    """Return the number of training samples. Raises an error if there is no loader, or several."""
-    if loader is None:
-        raise InvalidValue(
-            "fit got no training data: pass train_loader or a LightningDataModule, or define train_dataloader",
-            code="SS802",
-        )
-    _check_single(loader)
-    return len(getattr(loader, "dataset", loader))
-
-
-def _check_single(loader: Any) -> None:
-    is_list = isinstance(loader, list | tuple) and any(isinstance(each, DataLoader) for each in loader)
-    if is_list or isinstance(loader, Mapping):
+        given = getattr(source, name)()
+    is_list = isinstance(given, list | tuple) and any(isinstance(each, DataLoader) for each in given)
+    if is_list or isinstance(given, Mapping):
         raise InvalidType("several loaders were given: combine their data sets in one", code="SS801")
+    return given
 
 
 def _log_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, val_loader: Any) -> None:
@@ -388,7 +372,7 @@ def _log_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, val_loader: A
     logs.show(values)
     if val_loader is not None:
         values |= _evaluate(run, trainer, "validation", val_loader, logs)
-    trainer.call("on_train_epoch_end")
+    trainer.lightning_module.on_train_epoch_end()
     values |= logs.take_numbers()
     logs.metrics.reset(logs.of_metrics)
     logs.of_metrics = {}
@@ -410,8 +394,8 @@ def _prepare(run: Run, trainer: Trainer) -> Logs:
     run.prepare(module=module, optimizer=optimizer, **named)
     trainer.optimizers = [optimizer]
     trainer.lr_scheduler_configs = schedules
-    trainer.call("on_fit_start")
-    trainer.call("on_train_start")
+    module.on_fit_start()
+    module.on_train_start()
     return logs
 
 
@@ -482,7 +466,7 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
     (optimizer,) = trainer.optimizers
     trainer.current_epoch = epoch.number
     trainer.training = True
-    trainer.call("on_train_epoch_start")
+    module.on_train_epoch_start()
     for step in epoch:
         trainer.global_step = step.number
         logs.metrics.set_aside()
@@ -496,8 +480,8 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
             logs.of_metrics |= of_epoch
             if values:
                 step.log(values)
-        trainer.call("on_after_backward")
-        trainer.call("on_before_optimizer_step", optimizer)
+        module.on_after_backward()
+        module.on_before_optimizer_step(optimizer)
         if gradient_clip_val is not None:
             run.clip_grad_norm_(module.parameters(), gradient_clip_val)
         optimizer.step()
@@ -509,14 +493,15 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
 
 def _run_micro_batch(run: Run, trainer: Trainer, step: Any, batch: Any, logs: Logs) -> list[Any]:
     """Run `training_step` and the backward pass. Returns the states of the metrics."""
-    trainer.call("on_train_batch_start", batch, step.number)
+    module = trainer.lightning_module
+    module.on_train_batch_start(batch, step.number)
     with run.autocast():
-        output = trainer.lightning_module.training_step(batch, step.number)
+        output = module.training_step(batch, step.number)
     loss = output["loss"] if isinstance(output, Mapping) else output
     if loss is not None:  # the module leaves this micro-batch out
-        trainer.call("on_before_backward", loss)
+        module.on_before_backward(loss)
         step.backward(loss)
-    trainer.call("on_train_batch_end", output, batch, step.number)
+    module.on_train_batch_end(output, batch, step.number)
     if values := logs.take():
         step.log({name: value for name, (value, _) in values.items()})
     return logs.metrics.take()
@@ -528,20 +513,20 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loader: Any, logs: Logs) ->
     Args:
         kind: "validation" or "test".
     """
-    _check_single(loader)
+    module = trainer.lightning_module
     metrics = logs.metrics
     setattr(trainer, FLAGS[kind], True)
-    trainer.call(f"on_{kind}_start")
-    trainer.call(f"on_{kind}_epoch_start")
+    getattr(module, f"on_{kind}_start")()
+    getattr(module, f"on_{kind}_epoch_start")()
     metrics.set_aside()
     numbers = count()  # of this rank: other ranks have different micro-batches
 
     def score(batch: Any) -> dict[str, Any]:
         number = next(numbers)
-        trainer.call(f"on_{kind}_batch_start", batch, number)
+        getattr(module, f"on_{kind}_batch_start")(batch, number)
         with run.autocast():
-            output = getattr(trainer.lightning_module, f"{kind}_step")(batch, number)
-        trainer.call(f"on_{kind}_batch_end", output, batch, number)
+            output = getattr(module, f"{kind}_step")(batch, number)
+        getattr(module, f"on_{kind}_batch_end")(output, batch, number)
         scores: dict[str, Any] = {
             name: value if size is None else (value, size) for name, (value, size) in logs.take().items()
         }
@@ -555,11 +540,11 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loader: Any, logs: Logs) ->
     _, of_metrics = metrics.fold(values.pop(OF_METRICS, []))
     values |= metrics.compute(of_metrics)
     logs.show(values)
-    trainer.call(f"on_{kind}_epoch_end")
+    getattr(module, f"on_{kind}_epoch_end")()
     values |= logs.take_numbers()
     metrics.reset(of_metrics)
     logs.show(values)
-    trainer.call(f"on_{kind}_end")
+    getattr(module, f"on_{kind}_end")()
     setattr(trainer, FLAGS[kind], False)
     return values
 
