@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from promises.test_restarts import flags_of
 from promises.trial import Outcome, Started, Trial
 from support.runs import read_rows
 
@@ -17,8 +18,7 @@ Undisturbed = Callable[..., Outcome]
 def launch(
     trial: Trial, faults: Sequence[str], *flags: str, num_ranks: int = 4, arguments: Sequence[str] = ()
 ) -> Started:
-    words = [word for fault in faults for word in ("--fault", fault)]
-    return trial.run("launch", num_ranks, "", "--heal", *flags, arguments=[*words, *arguments])
+    return trial.run("launch", num_ranks, "", "--heal", *flags, arguments=[*flags_of(*faults), *arguments])
 
 
 def test_the_others_continue(trial: Trial, undisturbed: Undisturbed) -> None:

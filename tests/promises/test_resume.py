@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from promises.trial import Outcome, Trial, read_tree, resume_is_from
+from promises.trial import Outcome, Trial, resume_is_from
 from promises.wrong import learn_well
 from support.runs import ask
 from support.tiny import Tiny, tiny_run, update
@@ -98,15 +98,6 @@ def test_resume_from_an_older_snapshot(
     assert moved == newer
     assert ("abandoned" in printed) == bool(newer)
     assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize(("resume", "said"), [("never", "resume is never"), (7, "step 7"), ("bset", "bset")])
-def test_resume_refused(trial: Trial, resume: str | int, said: str) -> None:
-    trial.spawn(1, epochs=1)
-    before = read_tree(trial.dir)
-    with pytest.raises(samestep.Error, match=said):
-        trial.spawn(2, resume=resume)
-    assert read_tree(trial.dir) == before
 
 
 # --- what a script changes --------------------------------------------------------------------------------------------

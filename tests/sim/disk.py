@@ -48,7 +48,7 @@ class Disk:
         _disks.clear()
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def holds(self, path: object) -> bool:
+    def has(self, path: object) -> bool:
         """Whether a path is in the run directory."""
         text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
         return isinstance(text, str) and text.startswith(self._prefix)
@@ -62,7 +62,7 @@ class Disk:
     def see(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Make an audit event a point."""
         task = self._scheduler.current
-        if task is None or not self.holds(arguments[0]) or not self._scheduler.is_current(task.process):
+        if task is None or not self.has(arguments[0]) or not self._scheduler.is_current(task.process):
             return
         path = os.fspath(arguments[0])
         task.process.point(f"{event} {path[len(self._prefix) :]}")
@@ -83,7 +83,7 @@ class Disk:
                 self._contents[inode] = file.readall()
 
     def cut_power(self, choose: random.Random) -> list[str]:
-        """Lose what was not synced: of each file all, a part, or nothing; of each directory all changes or none.
+        """Lose what was not synced: of each file all, the beginning, or nothing; of each directory all changes or none.
 
         Returns:
             The paths of the files that are left.
@@ -125,8 +125,8 @@ class Disk:
         now = contents.get(inode, synced)
         if now == synced:
             return synced
-        part = now[: choose.randint(len(synced), len(now))] if now.startswith(synced) else synced
-        return choose.choice([synced, now, part])
+        beginning = now[: choose.randint(len(synced), len(now))] if now.startswith(synced) else synced
+        return choose.choice([synced, now, beginning])
 
     def flip_byte(self, choose: random.Random) -> str:
         """Change a byte of the newest snapshot, if there is an older one. Returns the path; "" for none."""
@@ -165,7 +165,7 @@ def build_open(get_process: Callable[[], Process], get_disk: Callable[[], Disk])
     def open_file(
         file: Any, mode: str = "r", buffering: int = -1, *args: Any, opener: Any = None, **options: Any
     ) -> Any:
-        if not get_disk().holds(file) or not set(mode) & set("wxa+"):
+        if not get_disk().has(file) or not set(mode) & set("wxa+"):
             return open(file, mode, buffering, *args, opener=opener, **options)
         raw = File(file, mode.replace("b", "").replace("t", ""), opener=opener)
         if buffering == 0:

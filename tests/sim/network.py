@@ -242,9 +242,6 @@ class Distributed(ModuleType):
     def is_initialized(self) -> bool:
         return self._own is not None
 
-    def get_rank(self) -> int:
-        return self._endpoint.rank
-
     def get_world_size(self) -> int:
         return self._endpoint.ring.size
 

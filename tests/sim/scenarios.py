@@ -2,7 +2,7 @@
 
     seed=7 script=gan shard=optimizer every=3 steps=8 routes=chunks copies=background | 3 heal kill@fsync#2 | 2
 
-The rounds after the first bar are starts of the run. A fault has a kind, a place, and perhaps a rank and a duration in
+The rounds after the first bar are starts of the run. A fault has a kind, a point, and perhaps a rank and a duration in
 seconds: `freeze@exchange#5/2+30` freezes rank 2 for 30 s at the fifth point of the round that is an exchange; `@1234`
 is the round's 1234th point. Without a rank, a fault strikes the rank that is at the point.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 SCRIPTS = ("mlp", "batchnorm", "gan", "phases", "passes", "stream")
 KINDS = ("kill", "kill_all", "power", "flip", "freeze", "stop", "full")
-PLACES = (
+LABELS = (
     "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "broadcast", "recv.wait",
     "send.wait", "isend", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
 )  # fmt: skip
@@ -43,9 +43,9 @@ class Fault:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        place = f"{self.label}#{self.count}" if self.label else f"{self.count}"
+        point = f"{self.label}#{self.count}" if self.label else f"{self.count}"
         rank = "" if self.rank is None else f"/{self.rank}"
-        return f"{self.kind}@{place}{rank}{f'+{self.seconds:g}' if self.seconds else ''}"
+        return f"{self.kind}@{point}{rank}{f'+{self.seconds:g}' if self.seconds else ''}"
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
@@ -53,8 +53,8 @@ class Fault:
         found = _FAULT.fullmatch(text)
         if found is None or found[1] not in KINDS:
             raise ValueError(f"{text!r} is no fault")
-        kind, place, count, rank, seconds = found.groups()
-        label, number = (place, int(count)) if count else ("", int(place))
+        kind, point, count, rank, seconds = found.groups()
+        label, number = (point, int(count)) if count else ("", int(point))
         return cls(kind, label, number, None if rank is None else int(rank), float(seconds or 0))
 
 
@@ -128,7 +128,7 @@ def plan(seed: int, focus: str = "") -> Scenario:
 
     Args:
         focus: "" for any, "heal" (deaths that others survive), "background" (kills while the tensors of a snapshot are
-            copied), a kind of fault, or a kind and a place, such as "kill_all@os.rename".
+            copied), a kind of fault, or a kind and a label, such as "kill_all@os.rename".
     """
     choose = random.Random(f"scenario {seed} {focus}")
     shard = "none" if focus == "heal" else choose.choice(("none", "none", "none", "optimizer"))
@@ -153,26 +153,26 @@ def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
     num_ranks = choose.choice((3, 4, 5) if focus == "heal" else (1, 2, 2, 3, 3, 3, 4, 5))
     heals = num_ranks > 1 and choose.random() < 0.5
     kinds = ("kill", "kill", "kill", "freeze", "stop") if heals else ("kill", "kill_all", "power", "power", *KINDS)
-    kind, _, place = focus.partition("@")
+    kind, _, label = focus.partition("@")
     if focus:
         heals = False
         kinds = ("kill_all", "power") if focus == "background" else (kind,)
     if focus == "heal":  # after all have begun; perhaps one more while the others heal
         at = choose.randrange(110 * num_ranks, NUM_POINTS[num_ranks])
-        places = (at, at + choose.randrange(1, 150))[: choose.choice((1, 2))]
-        return Round(num_ranks, True, 0, tuple(Fault("kill", "", each) for each in places))
+        counts = (at, at + choose.randrange(1, 150))[: choose.choice((1, 2))]
+        return Round(num_ranks, True, 0, tuple(Fault("kill", "", each) for each in counts))
     faults = [
-        _plan_fault(choose, choose.choice(kinds), num_ranks, epochs, place) for _ in range(choose.choice((1, 1, 2)))
+        _plan_fault(choose, choose.choice(kinds), num_ranks, epochs, label) for _ in range(choose.choice((1, 1, 2)))
     ]
     restarts = 0 if focus else choose.choice((0, 0, 0, 2))
     return Round(num_ranks, heals, restarts, tuple(faults))
 
 
-def _plan_fault(choose: random.Random, kind: str, num_ranks: int, epochs: int, place: str) -> Fault:
+def _plan_fault(choose: random.Random, kind: str, num_ranks: int, epochs: int, label: str) -> Fault:
     rank = None if choose.random() < 0.6 else choose.randrange(num_ranks)
     seconds = choose.choice((0.1, 3.0, 30.0)) if kind in ("freeze", "full") else 0.0
-    if place or choose.random() < 0.5:
-        return Fault(kind, place or choose.choice(PLACES), 1 + int(choose.expovariate(0.08)), rank, seconds)
+    if label or choose.random() < 0.5:
+        return Fault(kind, label or choose.choice(LABELS), 1 + int(choose.expovariate(0.08)), rank, seconds)
     return Fault(kind, "", choose.randrange(100, NUM_POINTS[num_ranks] * epochs // 2), rank, seconds)
 
 

@@ -53,7 +53,7 @@ class Process:
         output: the lines that it has printed.
         num_lines_before: how many there were when it got its first signal; None without one.
         descriptors: open files that no file object closes.
-        torch_globals: its part of torch's global state, while another process runs.
+        torch_globals: its values of torch's global state, while another process runs.
         instance: its copy of samestep's modules.
         main_thread: what `threading.main_thread` returns.
     """
@@ -127,7 +127,7 @@ class Task:
 
     Attributes:
         condition, deadline_s: what it waits for, and until when; no condition: it can run.
-        place: the label of its last point.
+        label: of its last point.
     """
 
     def __init__(self, process: Process, name: str, fn: Callable[[], object], *, daemon: bool) -> None:
@@ -139,9 +139,9 @@ class Task:
         self.is_started = self.is_done = False
         self.condition: Callable[[], Any] | None = None
         self.deadline_s = FOREVER
-        self.place = "start"
+        self.label = "start"
         self.ident = 0
-        self.turn = _thread.allocate_lock()  # held until it is this task's turn
+        self.turn = _thread.allocate_lock()  # locked until it is this task's turn
         self.turn.acquire()
 
     def can_run(self, now_s: float) -> bool:
@@ -184,7 +184,7 @@ class Scheduler:
         self._tick_s = tick_s
         self._num_processes = 0
         self._moved_s = self.now_s  # when the main thread of a rank last reached a point
-        self._owner: Process | None = None  # whose part of torch's global state is in place
+        self._owner: Process | None = None  # whose values torch's global state has
         self._is_over = _thread.allocate_lock()
         self._is_over.acquire()
 
@@ -263,7 +263,7 @@ class Scheduler:
                 process.check()
 
     def _record(self, task: Task, label: str) -> None:
-        task.place = label
+        task.label = label
         if task.is_main and task.process.rank >= 0:
             self._moved_s = self.now_s
         self.num_points += 1
@@ -291,7 +291,7 @@ class Scheduler:
             thaws_s = [each.process.frozen_until_s for each in self.tasks if each.process.frozen_until_s > self.now_s]
             is_stuck = self.now_s - self._moved_s > STALL_S or self.num_points > MAX_POINTS
             if is_stuck or (not ready and min([wake_s, *thaws_s]) > LIMIT_S):
-                raise Hang("; ".join(f"{task.name} at {task.place}" for task in self.tasks if task.is_main))
+                raise Hang("; ".join(f"{task.name} at {task.label}" for task in self.tasks if task.is_main))
             if ready:
                 return ready[0] if len(ready) == 1 else self.random.choice(ready)
             self.now_s = max(self.now_s, min([wake_s, *thaws_s]))

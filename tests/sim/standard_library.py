@@ -168,10 +168,10 @@ def _build_os(own: Owner) -> Facade:
         size = own.process.random.randint(1, len(data)) if own.process.random.random() < 0.05 else len(data)
         return os.write(descriptor, data[:size])
 
-    def pwrite(descriptor: int, data: Any, place: int) -> int:
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
         own.process.point("pwrite")
         own.disk.check_space(own.process)
-        return os.pwrite(descriptor, data, place)
+        return os.pwrite(descriptor, data, offset)
 
     def truncate(descriptor: int, size: int) -> None:
         own.process.point("truncate")
@@ -202,7 +202,6 @@ def _build_os(own: Owner) -> Facade:
         register_at_fork=_do_nothing,
         dup2=_do_nothing,
         chdir=_do_nothing,
-        isatty=lambda _: False,
     )
 
 
@@ -218,7 +217,6 @@ def _build_sys(own: Owner) -> Facade:
         sys,
         stdout=output,
         stderr=output,
-        __stdout__=output,
         __stderr__=output,
         argv=["train.py"],
         orig_argv=["python", "train.py"],
@@ -326,9 +324,6 @@ class Event:
         self._is_set = True
         self._own.process.point("event.set")
 
-    def clear(self) -> None:
-        self._is_set = False
-
     def wait(self, timeout: float | None = None) -> bool:
         return self._own.process.wait(self.is_set, timeout, "event.wait")
 
@@ -421,7 +416,6 @@ def _build_threading(own: Owner) -> Facade:
         main_thread=lambda: own.process.main_thread,
         current_thread=current_thread,
         get_native_id=lambda: own.process.pid,
-        active_count=lambda: len(own.process.tasks),
         _shutdown=shut_down,
     )
 

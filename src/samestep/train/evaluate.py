@@ -111,11 +111,11 @@ class Evaluator:
         context = self._context
         steps_done = self._state.steps_done
         num_own = len(layout.ranges[context.rank])
-        held = [*layout.ranges[context.rank], *layout.fillers[context.rank]]
-        tasks = (Task(np.arange(*spans[v]), self._derive("data", v)) for v in held)
-        spec = replace(spec, num_workers=min(spec.num_workers, len(held)))
+        numbers = [*layout.ranges[context.rank], *layout.fillers[context.rank]]
+        tasks = (Task(np.arange(*spans[v]), self._derive("data", v)) for v in numbers)
+        spec = replace(spec, num_workers=min(spec.num_workers, len(numbers)))
         rows: list[Row] = []
-        modes = {part: part.training for module in self._modules.values() for part in module.modules()}
+        modes = {each: each.training for module in self._modules.values() for each in module.modules()}
         evaluating = dict.fromkeys(modes, False)
         gradients = {param: param.grad for module in self._modules.values() for param in module.parameters()}
         without = dict.fromkeys(gradients)
@@ -123,7 +123,7 @@ class Evaluator:
         self._clock.enter("validating", steps_done)
         try:
             with Loader(spec, tasks, device=context.device) as loader, torch.no_grad():
-                for v, loaded in zip(held, loader, strict=True):
+                for v, loaded in zip(numbers, loader, strict=True):
                     seed_all(self._derive("evaluate", v))
                     _set("training", evaluating)  # each time: a score function may call model.train()
                     _set("grad", without)  # and backward(), such as to weigh an input

@@ -100,10 +100,10 @@ class Feed:
             if not behind:
                 return [lanes.positions[lane] for lane in sorted(lanes.positions)]
             # A rank has died after it had read them. The rank that reads these lanes now does so again.
-            held = context.build_layout(lanes.num_lanes).ranges[context.rank]
+            own = context.build_layout(lanes.num_lanes).ranges[context.rank]
             with keeping_generators():
                 for lane in behind:
-                    if lane in held:
+                    if lane in own:
                         self.load(steps_done - 1, lane)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ Sampler = Callable[[int], Iterable[int]]
 
 
 class SamplerOrders:
-    """Calls the sampler once for each epoch of a loop, and holds the orders of the newest epochs.
+    """Calls the sampler once for each epoch of a loop, and keeps the orders of the newest epochs.
 
     Args:
         sampler: maps an epoch to the indices of its samples.

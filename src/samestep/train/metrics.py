@@ -26,7 +26,7 @@ class RunMetrics(StepObserver):
     """Records every finished step, and rows of metrics.
 
     Attributes:
-        partial_checksums: those of this rank's part of the gradients.
+        partial_checksums: those of the gradients that this rank owns.
     """
 
     def __init__(self, context: RunContext, progress: Progress, trackers: Trackers) -> None:
@@ -135,12 +135,12 @@ class RunMetrics(StepObserver):
         is_late = self._context.device.type == "cuda" or self._prepared.gradients.plan.is_divided
         records.enter(build_entry, is_late=is_late)
 
-    def write_row(self, values: Mapping[str, Any], step: int, **place: int) -> None:
+    def write_row(self, values: Mapping[str, Any], step: int, **position: int) -> None:
         """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""
         location = self._context.location
         records = location.directory if self._context.rank == 0 else location.kept
         if records is not None:
-            records.write_row({"step": step, **place, **values})
+            records.write_row({"step": step, **position, **values})
         if self._context.rank != 0:
             return
         self._progress.log(values, step)
@@ -149,8 +149,8 @@ class RunMetrics(StepObserver):
     def finish(self, rows: Mapping[str, Any], status: str) -> None:
         """End the progress display with a table, and the trackers with the status."""
         location = self._context.location
-        place = {} if location.path is None else {"written to": location.shown}
-        self._progress.end({**self._state.summary, **rows, **place})
+        directory = {} if location.path is None else {"written to": location.shown}
+        self._progress.end({**self._state.summary, **rows, **directory})
         if self._context.rank == 0:
             self._trackers.finish(status)
 

@@ -57,7 +57,7 @@ class Run:
         precision: "fp32", "bf16" or "fp16", used by `autocast`; "tf32" is float32 with matrix products and
             convolutions in TF32 on a GPU, and fp32 on the CPU.
         shard: what the ranks divide among themselves: "optimizer" (the optimizers' state) or "fsdp2" (parameters,
-            gradients and state); see docs/parallelism.md. None: every rank holds all of it.
+            gradients and state); see docs/parallelism.md. None: every rank keeps all of it.
         exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, at any number of ranks. This
             halves the bytes of their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
