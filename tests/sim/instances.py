@@ -14,7 +14,8 @@ import pickle
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -123,17 +124,13 @@ class Instance:
         module.__dict__.update(__file__=path, __builtins__=self._builtins, __package__=name if is_package else parent)
         if is_package:
             module.__path__ = [os.path.dirname(path)]
-        before = sys.modules.get(name)
-        self._modules[name] = sys.modules[name] = module  # where dataclasses look for the module of a class
+        self._modules[name] = module
         try:
-            exec(code, module.__dict__)
+            with _installed({name: module}):  # where dataclasses look for the module of a class
+                exec(code, module.__dict__)
         except BaseException:
             del self._modules[name]
             raise
-        finally:
-            del sys.modules[name]
-            if before is not None:
-                sys.modules[name] = before
         if parent:
             setattr(self._modules[parent], last, module)
         self._replace_parts(name, module)
@@ -162,15 +159,8 @@ class Instance:
         """Let a function of pickle find the classes of this copy."""
 
         def wrapped(value: Any) -> Any:
-            before = {name: sys.modules.get(name) for name in self._modules}
-            sys.modules.update(self._modules)
-            try:
+            with _installed(self._modules):
                 return call(value)
-            finally:
-                for name, module in before.items():
-                    sys.modules.pop(name, None)
-                    if module is not None:
-                        sys.modules[name] = module
 
         return wrapped
 
@@ -251,6 +241,19 @@ def _build_fork_server(own: Instance) -> type:
                 process.end(-9)
 
     return ForkServer
+
+
+@contextmanager
+def _installed(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Make modules those of Python, for the block."""
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
 
 
 def _ignore(_: Any) -> None:

@@ -16,7 +16,7 @@ _HOOKS = [
     (_optimizers, "_global_optimizer_post_hooks"),
     *((_modules, name) for name in vars(_modules) if name.startswith("_global_") and name.endswith("_hooks")),
 ]
-_PLAIN = [(torch.amp.GradScaler, "_unscale_grads_"), (_workers, "_worker_info")]
+_ALL = [*_HOOKS, (torch.amp.GradScaler, "_unscale_grads_"), (_workers, "_worker_info")]
 
 
 class TorchGlobals:
@@ -28,8 +28,7 @@ class TorchGlobals:
         self._torch = torch.get_rng_state()
         self._dtype = torch.get_default_dtype()
         self._norm = _norm_cell.cell_contents
-        self._hooks = [getattr(*each) for each in _HOOKS]
-        self._plain = [vars(owner)[name] for owner, name in _PLAIN]
+        self._values = [vars(owner)[name] for owner, name in _ALL]
 
     def restore(self) -> None:
         """Make it the current state."""
@@ -38,7 +37,7 @@ class TorchGlobals:
         torch.set_rng_state(self._torch)
         torch.set_default_dtype(self._dtype)
         _norm_cell.cell_contents = self._norm
-        for (owner, name), value in zip([*_HOOKS, *_PLAIN], [*self._hooks, *self._plain], strict=True):
+        for (owner, name), value in zip(_ALL, self._values, strict=True):
             setattr(owner, name, value)
 
     @classmethod
