@@ -4,7 +4,6 @@ A node is a directory in which its ranks work. The run directory is `run` in it,
 """
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from promises.faulty import train
-from promises.trial import Outcome, read_outcome, read_tree
+from promises.trial import Outcome, enter_node, read_outcome, read_starts, read_tree
 from support.disks import Disk
 from support.selection import one_in
 from support.snapshots import read_snapshot
@@ -34,9 +33,7 @@ PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "r
 
 def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], arguments: dict[str, Any]) -> None:
     """As one of the ranks: `num_ranks` on each node."""
-    node, local_rank = divmod(int(os.environ["RANK"]), num_ranks)
-    os.chdir(disks[node])
-    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(num_ranks))
+    node = enter_node(disks, num_ranks)
     copies.CHUNK_BYTES = 1000  # otherwise one chunk is a whole snapshot
     if arguments.pop("full_node", None) == node:
 
@@ -139,12 +136,6 @@ def test_nodes_that_share_a_disk_keep_one(cluster: Cluster, undisturbed: Undistu
 # --- the snapshot from which a run resumes ----------------------------------------------------------------------------
 
 
-def read_starts(cluster: Cluster, node: int) -> list[tuple[int, int]]:
-    """The step from which each start but the first resumed, and the number of lost steps."""
-    rows = [json.loads(line) for line in (cluster.run_dir(node) / "restarts.jsonl").read_text().splitlines()]
-    return [(row["from_step"], row["lost_steps"]) for row in rows]
-
-
 KILLED = "kill all ranks at step 8 in forward"
 
 
@@ -164,19 +155,8 @@ def test_a_node_with_abandoned_snapshots(cluster: Cluster, undisturbed: Undistur
     cluster.spawn([1, 0], 1, snapshot_every=3)
     assert_ended_as(cluster, [0, 1], undisturbed())
     for node in (0, 1):
-        assert [step for step, _ in read_starts(cluster, node)] == [3, 4]
+        assert [step for step, _ in read_starts(cluster.run_dir(node))] == [3, 4]
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}
-
-
-@pytest.mark.parametrize("resume", one_in(4, ["best", 3]))
-def test_an_older_one_that_only_one_node_has(cluster: Cluster, undisturbed: Undisturbed, resume: str | int) -> None:
-    cluster.spawn([0, 1], 1, "stop all ranks at step 7 in forward", snapshot_every=3, keep_last=9)
-    name = "best.step-00000005" if resume == "best" else "step-00000003"
-    shutil.rmtree(cluster.run_dir(0) / "snapshots" / name)
-    cluster.spawn([0, 1], 1, resume=resume, snapshot_every=3)
-    assert_ended_as(cluster, [0, 1], undisturbed())
-    assert read_starts(cluster, 0) == read_starts(cluster, 1)
-    assert read_starts(cluster, 0)[0][0] == (5 if resume == "best" else 3)
 
 
 # --- errors, and the cost of replication ------------------------------------------------------------------------------
@@ -209,9 +189,7 @@ def test_a_disk_that_is_full_from_the_start(cluster: Cluster, undisturbed: Undis
     before = read_tree(cluster.run_dir(0))
     error = cluster.spawn_to_fail([0, 1], 1, full_node=1)
     assert isinstance(error, Error)
-    assert re.search(
-        r"the run directory run on .* cannot be written \(No space left on device\): make room", str(error)
-    )
+    assert re.search(r"the run directory run on .* cannot be written \(.*No space left on device\)", str(error))
     assert read_tree(cluster.run_dir(0)) == before
     assert not list(cluster.run_dir(1).rglob(".*")), "no incomplete file"
     cluster.spawn([0, 1])
@@ -219,14 +197,6 @@ def test_a_disk_that_is_full_from_the_start(cluster: Cluster, undisturbed: Undis
 
 
 # --- under way --------------------------------------------------------------------------------------------------------
-
-
-def enter_node(disks: Sequence[Path]) -> int:
-    """Makes this process the only rank of its node. Returns the rank."""
-    rank = int(os.environ["RANK"])
-    os.chdir(disks[rank])
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    return rank
 
 
 def train_unlike(disks: Sequence[Path]) -> None:
@@ -316,4 +286,4 @@ def test_the_state_is_sharded(cluster: Cluster, undisturbed: Undisturbed, shard:
     shutil.rmtree(cluster.run_dir(0))
     cluster.spawn([2, 1], 1, snapshot_every=3, SAMESTEP_SHARD=then)
     assert_ended_as(cluster, [1, 2], undisturbed())
-    assert read_starts(cluster, 1) == read_starts(cluster, 2)
+    assert read_starts(cluster.run_dir(1)) == read_starts(cluster.run_dir(2))

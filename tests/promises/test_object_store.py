@@ -18,7 +18,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
 from promises.test_node_replication import damage
-from promises.trial import Outcome, read_outcome
+from promises.trial import Outcome, enter_node, read_outcome, read_starts
 from support.runs import check, find_tests, samestep_command
 from support.selection import one_in
 
@@ -101,12 +101,6 @@ class Cluster:
         """The outcome of the run at the URL, which is a directory with the files of a run."""
         return read_outcome(self.store)
 
-    def starts(self) -> list[tuple[int, int]]:
-        """The step from which each start but the first resumed, and the number of lost steps."""
-        path = self.store / "restarts.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [(row["from_step"], row["lost_steps"]) for row in rows]
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
@@ -132,20 +126,6 @@ def check_complete(cluster: Cluster, undisturbed: Undisturbed) -> None:
     assert not list(cluster.store.rglob(".*")), "no incomplete file"
 
 
-def test_another_machine_resumes(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """A third machine finds the run complete. The URL has the files of a working copy, and no others."""
-    cluster.spawn_to_fail(0, 2, fault=KILLED, settled=True)
-    cluster.spawn(1, 1)
-    [(from_step, lost)] = cluster.starts()
-    assert from_step == 6
-    assert 0 <= lost <= 2
-    check_complete(cluster, undisturbed)
-    shutil.rmtree(cluster.machine(1))
-    cluster.spawn(2, 2)
-    assert cluster.outcome() == undisturbed()
-    assert cluster.copy(2).joinpath("metrics.jsonl").read_bytes() == undisturbed().metrics
-
-
 MOMENTS = {  # in a write: a part of the path, the writes before it, and the step from which the run resumes
     "tensors": ("step-00000006/tensors-00000.safetensors", 0, 5),
     "manifest": ("step-00000006/.manifest.json", 0, 5),
@@ -158,13 +138,13 @@ MOMENTS = {  # in a write: a part of the path, the writes before it, and the ste
 
 @pytest.mark.parametrize("moment", one_in(len(MOMENTS), MOMENTS))
 def test_killed_during_an_upload(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
+    """Another machine resumes."""
     part, count, step = MOMENTS[moment]
     cluster.spawn_to_fail(0, 1, ("kill", part, count), settled=True)
     assert any(part in f"{path}/" for path in cluster.store.rglob("*")), "a part of it is there"
     cluster.spawn(1, 2)
-    assert cluster.outcome() == undisturbed()
-    assert [start for start, _ in cluster.starts()] == ([step] if step else [])
-    assert not list(cluster.store.rglob(".*")), "no incomplete file"
+    assert [start for start, _ in read_starts(cluster.store)] == ([step] if step else [])
+    check_complete(cluster, undisturbed)
 
 
 @pytest.mark.parametrize("moment", one_in(5, [moment for moment in MOMENTS if moment != "record"] + ["last"]))
@@ -178,7 +158,7 @@ def test_another_rank_continues_an_upload(
     command = ["launch", "--nproc-per-node", "3", "--heal", str(Path(__file__).with_name("planted.py")), *words]
     done = check(samestep_command(*command, cwd=tmp_path, env=env))
     assert "lost rank 0 in step " in done.stderr
-    assert not cluster.starts()
+    assert not read_starts(cluster.store)
     check_complete(cluster, undisturbed)
 
 
@@ -194,7 +174,7 @@ def test_a_flipped_bit(
     said = capfd.readouterr().out
     assert f"cannot be used: {cluster.url}/snapshots/step-00000006: {file} is damaged" in said
     assert cluster.outcome() == undisturbed()
-    assert cluster.starts()[0][0] == 5, "the step of the best snapshot"
+    assert read_starts(cluster.store)[0][0] == 5, "the step of the best snapshot"
     for name in cluster.snapshots():
         damage(cluster.store / "snapshots" / name / file)
     error = cluster.spawn_to_fail(2)
@@ -248,7 +228,7 @@ def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) 
     assert cluster.snapshots()[-1] == "step-00000004"
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.store / "abandoned").iterdir()}
     cluster.spawn(0, 1)
-    assert [step for step, _ in cluster.starts()] == [3, 5]
+    assert [step for step, _ in read_starts(cluster.store)] == [3, 5]
     assert cluster.outcome() == undisturbed()
 
 
@@ -276,10 +256,8 @@ def test_fresh(cluster: Cluster, undisturbed: Undisturbed) -> None:
 
 def train_on_nodes(place: Path, url: str) -> None:
     """As one of two ranks, on nodes with separate working copies."""
-    node = place / f"node-{os.environ['RANK']}"
-    node.mkdir(exist_ok=True)
-    os.chdir(node)
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SAMESTEP_RUN_DIR=url, SAMESTEP_LOCAL_DIR="copies")
+    enter_node([place / "node-0", place / "node-1"])
+    os.environ.update(SAMESTEP_RUN_DIR=url, SAMESTEP_LOCAL_DIR="copies")
     train_planted(place / "run", [], {"snapshot_every": 3, "max_steps": 6})
 
 

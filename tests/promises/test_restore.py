@@ -1,11 +1,11 @@
 """`run.restore` loads the models of a snapshot, wherever the run directory is."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from promises.trial import enter_node
 from support.tiny import Tiny, tiny_run, update
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -38,10 +38,7 @@ def train(run_dir: Path | str, place: Path | None = None, has_loop: bool = True)
         place: where each rank has its own directory, as on nodes that share nothing.
     """
     if place is not None:
-        node = place / os.environ["RANK"]
-        node.mkdir(exist_ok=True)
-        os.chdir(node)
-        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        enter_node([place / f"node-{rank}" for rank in range(3)])
     tiny: Any = Tiny(
         run_dir, model=Net, optimizer=lambda params: torch.optim.Adam(params, 0.1),
         objects=lambda t: {"average": AveragedModel(t.model)},
@@ -125,15 +122,3 @@ def test_a_loop_after_restore(tmp_path: Path) -> None:
             Tiny().run.restore("best")
 
     samestep.spawn(refuse, 1)
-
-
-def restore_grown(run_dir: Path) -> None:
-    tiny = Tiny(run_dir, model=Net).train(num_steps=1, data=torch.ones(8, 2))
-    tiny.model.register_buffer("extra", torch.zeros(2))
-    with pytest.raises(samestep.RunDirectoryError, match=r"does not take its state .*Missing key.*extra"):
-        tiny.run.restore("latest")
-
-
-def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
-    """Every rank says so."""
-    samestep.spawn(restore_grown, 2, (tmp_path / "run",), env={"SAMESTEP_SHARD": "fsdp2"})

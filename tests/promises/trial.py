@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -62,6 +64,22 @@ def read_tree(directory: Path) -> dict[str, str] | None:
         for path in sorted(directory.rglob("*"))
         if path.name not in (LOCK, RANKS)
     }
+
+
+def read_starts(run_dir: Path) -> list[tuple[int, int]]:
+    """The step from which each start but the first resumed, and the number of lost steps."""
+    path = run_dir / "restarts.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(row["from_step"], row["lost_steps"]) for row in rows]
+
+
+def enter_node(disks: Sequence[Path], num_ranks: int = 1) -> int:
+    """Makes this process one of the `num_ranks` ranks of a node, which has a directory of its own. Returns the node."""
+    node, local_rank = divmod(int(os.environ["RANK"]), num_ranks)
+    disks[node].mkdir(exist_ok=True)
+    os.chdir(disks[node])
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(num_ranks))
+    return node
 
 
 class Started:

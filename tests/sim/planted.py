@@ -197,7 +197,7 @@ PLANTED = (
         scenario="seed=1 script=mlp every=1 | 1 kill_all@250 | 1 kill_all@os.rename#1 | 2",
     ),
     Planted(
-        "the newest snapshots are pruned, and not the oldest", RESUME, "snapshot/store.py",
+        "the newest snapshots are pruned, and not the oldest", RESUME, "snapshot/manifest.py",
         "outdated += [each for each in same if each.step < oldest_kept]", "outdated += same[keep:]",
     ),
     Planted(
@@ -224,7 +224,7 @@ PLANTED = (
     ),
     Planted(
         "the metrics are not cut on a resume", METRICS, "snapshot/run_directory.py",
-        "(rows, metrics, point.metrics_bytes)", "(rows, metrics, metrics.flush())",
+        "(metrics, point.metrics_bytes)", "(metrics, metrics.flush())",
     ),
     Planted(
         "a row of an epoch that will run again is written", METRICS, "train/loop.py",
@@ -252,7 +252,7 @@ PLANTED = (
         'data.plan.first_step, self._resumed["step"] + (self._resumed["step"] % 5 == 3))',
     ),
     Planted(
-        "a run continues from the copy with the oldest snapshot", RESUME, "snapshot/resume_point.py",
+        "a run continues from the copy with the oldest snapshot", RESUME, "snapshot/run_record.py",
         "steps.index(max(steps))", "steps.index(min(steps))", test="snapshot/test_resume_point.py",
     ),
     Planted(

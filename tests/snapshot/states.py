@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.snapshot.manifest import name_part
 from samestep.snapshot.serialization import SavedState, encode, write_tensors
 from samestep.snapshot.store import Store
 
 
-def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
-    """Build a run's state of about `4 * num_values` bytes. Its content depends on `mark`."""
-    weight = torch.arange(num_values, dtype=torch.float32) + mark
+def make_state(mark: float) -> dict[str, Any]:
+    """Build a run's state of about 4000 bytes. Its content depends on `mark`."""
+    weight = torch.arange(1000.0) + mark
     return {
         "objects": {"model": {"weight": weight, "tied": weight}, "optimizer": {"state": {0: {"step": mark}}}},
         "position": {"step": 1, "epoch": 0},
@@ -24,19 +23,12 @@ def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
     }
 
 
-def write_divided(store: Store, mark: float, step: int, num_ranks: int = 3, num_values: int = 1000) -> Path:
+def write_divided(store: Store, state: Any, step: int, num_ranks: int = 3) -> Path:
     """Write a snapshot of which each rank writes its rows of the tensors, one rank after the other."""
-    structure, tensors = encode(make_state(mark, num_values))
+    structure, tensors = encode(state)
     draft = store.begin(step, None)
-    parts = []
-    for rank in range(num_ranks):
-        try:
-            parts.append(store.prepare(draft, take_rows(tensors, rank, num_ranks), rank))
-        except OSError as error:
-            store.abort(draft)
-            raise OSError(f"{name_part(rank)} cannot be written: {error}") from error
-    meta = {"mark": mark}
-    return store.commit(draft, parts[0], structure, step=step, name=None, meta=meta, num_parts=num_ranks)
+    parts = [store.prepare(draft, take_rows(tensors, rank, num_ranks), rank) for rank in range(num_ranks)]
+    return store.commit(draft, parts[0], structure, step=step, name=None, meta={}, num_parts=num_ranks)
 
 
 def decode(structure: Any, tensors: Mapping[str, torch.Tensor], directory: Path) -> Any:

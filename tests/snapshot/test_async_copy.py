@@ -1,9 +1,8 @@
-"""Copies that are made during the computation: their content, and the writes that they detect."""
+"""Copies that are made during the computation, and what becomes of them: a snapshot, if they are sound, or nothing."""
 
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,16 @@ from samestep.snapshot import async_copy
 from samestep.snapshot.async_copy import (
     LARGE_BYTES,
     Copy,
+    Inspection,
+    SnapshotOrder,
     Staging,
+    TrainingState,
     is_finite,
     locate,
 )
+from samestep.snapshot.location import Location
+from samestep.snapshot.manifest import Extents
+from samestep.snapshot.snapshotter import Event, Stage, Writer, advance
 
 NUM_LARGE = LARGE_BYTES // 4
 
@@ -34,8 +39,8 @@ def make_tensors() -> dict[str, Tensor]:
     }
 
 
-def begin(tensors: dict[str, Tensor], staging: Staging | None = None) -> tuple[Copy, dict[str, Tensor]]:
-    targets = (staging or Staging()).take(tensors)
+def begin(tensors: dict[str, Tensor]) -> tuple[Copy, dict[str, Tensor]]:
+    targets = Staging().take(tensors)
     stable = {locate(tensor) for tensor in tensors.values()}
     return Copy(tensors, targets, stable=stable, look=lambda address, tensor: None), targets
 
@@ -72,99 +77,53 @@ def test_each_tensor_is_inspected_once_in_its_copy() -> None:
 
 
 def test_memory_is_used_again() -> None:
+    """For a tensor of the same name, shape and strides."""
     staging = Staging()
-    tensors = make_tensors()
-    _, first = begin(tensors, staging)
-    tensors["small"] = torch.randn(4)
-    del tensors["half"]
-    _, second = begin(tensors, staging)
-    assert [name for name in second if second[name] is first.get(name)] == [
-        "large", "in other strides", "with holes", "empty"
-    ]  # fmt: skip
-    assert second["small"].shape == (4,)
-    assert "half" not in second
-    tensors["large"] = torch.randn(2, NUM_LARGE // 2)
-    _, third = begin(tensors, staging)
-    tensors["large"] = tensors["large"].view(NUM_LARGE // 2, 2).t()  # the same shape
-    _, fourth = begin(tensors, staging)
-    assert third["large"].stride() != fourth["large"].stride() == tensors["large"].stride()
-
-
-class Stream:
-    """A stream of a fake GPU. What is queued runs once somebody waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = torch.device(device)
-        self.queue: list[Callable[[], object]] = []
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.queue.append(other.synchronize)
-
-    def synchronize(self) -> None:
-        while self.queue:
-            self.queue.pop(0)()
-
-
-class Gpus(threading.local):
-    """Takes the place of `torch.cuda`. Each thread has a current device, at first cuda:0, and a stream per device."""
-
-    def __init__(self, default: tuple[Stream, ...]) -> None:
-        self.default = default
-        self.place = 0
-        self.streams: dict[int, Stream] = {}
-
-    def Stream(self, device: Any = None) -> Stream:
-        return Stream(torch.device("cuda", self.place) if device is None else device)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        place = self.place if device is None else torch.device(device).index
-        return self.streams.get(place, self.default[place])
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before = self.place, self.streams
-        self.place, self.streams = stream.device.index, {stream.device.index: stream}
-        yield
-        self.place, self.streams = before
+    first = staging.take({name: torch.randn(2, 3) for name in ("same", "shape", "strides", "gone")})
+    second = staging.take({"same": torch.randn(2, 3), "shape": torch.randn(4), "strides": torch.randn(3, 2).t()})
+    assert [name for name in second if second[name] is first[name]] == ["same"]
+    assert second["shape"].shape == (4,)
+    assert second["strides"].stride() == (1, 2)
 
 
 class OnGpu(Tensor):
-    """A tensor of cuda:1. What copies it queues this on the current stream."""
+    """A tensor in host memory that seems to be on cuda:1."""
 
     is_cuda = True
     device = torch.device("cuda", 1)  # type: ignore[assignment]
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.copy_:
-            target, source = (each.as_subclass(Tensor) for each in args)
-            torch.cuda.current_stream(cls.device).queue.append(lambda: target.copy_(source))  # type: ignore[attr-defined]
-            return args[0]
-        return super().__torch_function__(function, types, args, kwargs or {})
-
 
 def test_a_thread_waits_for_the_copies_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins on cuda:0, whose streams have nothing of a tensor on cuda:1."""
-    gpus = Gpus(tuple(Stream(torch.device("cuda", place)) for place in range(2)))
-    for name in ("Stream", "current_stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
+    calls: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def wait_stream(self, other: Any) -> None:
+            calls.append(f"{self.device} waits for {other}")
+
+        def synchronize(self) -> None:
+            calls.append(f"synchronize {self.device}")
+
+    @contextmanager
+    def select(stream: Stream) -> Iterator[None]:
+        calls.append(f"select {stream.device}")
+        yield
+        calls.append("leave")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the script on {device}")
+    monkeypatch.setattr(torch.cuda, "stream", select)
     monkeypatch.setattr(async_copy, "WriteDetector", lambda tensors: SimpleNamespace(find_changed=list))
-    gpus.place = 1  # as after torch.cuda.set_device in the main thread
-    expected = {"large": torch.randn(NUM_LARGE), "small": torch.randn(3), "on the CPU": torch.randn(NUM_LARGE)}
-    source = torch.zeros(NUM_LARGE)
-    torch.cuda.current_stream().queue.append(lambda: source.copy_(expected["large"]))  # type: ignore[attr-defined]
-    tensors = {"large": source.as_subclass(OnGpu), "small": expected["small"].as_subclass(OnGpu)}
-    tensors["on the CPU"] = expected["on the CPU"]
-    targets = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    stable = {locate(tensor) for tensor in tensors.values()}
-    seen: dict[int, list[Tensor]] = defaultdict(list)
-    copy = Copy(tensors, targets, stable=stable, look=lambda address, tensor: seen[address].append(tensor.clone()))
-    thread = threading.Thread(target=copy.run)
-    thread.start()
-    thread.join()
-    copy.join()
-    for name, tensor in tensors.items():
-        assert torch.equal(torch.cat(seen[locate(tensor)]), expected[name]), name
+    sources = {"large": torch.randn(NUM_LARGE).as_subclass(OnGpu), "small": torch.randn(3).as_subclass(OnGpu)}
+    targets = {name: torch.zeros(each.shape) for name, each in sources.items()}
+    stable = {*map(locate, sources.values())}
+    copy = Copy(sources, targets, stable=stable, look=lambda address, tensor: calls.append(len(tensor)))
+    copy.run()
+    copied = ["select cuda:1", "synchronize cuda:1"]
+    assert calls == ["cuda:1 waits for the script on cuda:1", *copied, 3, "leave", *copied, NUM_LARGE, "leave"]
 
 
 @pytest.mark.parametrize(
@@ -209,3 +168,81 @@ def test_finite(bad: float, dtype: torch.dtype) -> None:
     tensor[17] = bad
     assert not is_finite(tensor)
     assert is_finite(torch.empty(0, dtype=dtype))
+
+
+# --- the thread that writes them ----------------------------------------------------------------------------------
+
+
+class Noted(Location):
+    """Where a snapshot is written. It notes what is called."""
+
+    def __init__(self, *, is_divided: bool = False) -> None:
+        self.is_divided = is_divided
+        self.calls: list[str] = []
+
+    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Extents]:
+        self._note("prepare")
+        return []
+
+    def commit(self, order: SnapshotOrder, parts: Sequence[Extents]) -> None:
+        self._note("commit")
+
+    def abort(self, order: SnapshotOrder) -> None:
+        self._note("abort")
+
+    def _note(self, what: str) -> None:
+        self.calls.append(what)
+
+
+def write(copy: Copy, location: Noted) -> Writer:
+    inspection = Inspection(TrainingState({}, {}, [], [], [], pytest.fail), step=1)
+    return Writer(copy, location, SnapshotOrder(1), {}, inspection)
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_all_sequences_of_events(is_divided: bool) -> None:
+    """The first event that is not expected aborts, and no event changes a decision."""
+    wanted = (Event.SOUND, Event.WRITTEN) if is_divided else (Event.SOUND,)
+    for events in (each for length in range(5) for each in product(Event, repeat=length)):
+        stage = Stage.COPYING
+        for event in events:
+            stage = advance(stage, event, is_divided=is_divided)
+        own = events[: len(wanted)]
+        if own == wanted:
+            assert stage is Stage.COMMITTED
+        elif own == wanted[: len(own)]:
+            assert stage is (Stage.WRITING if own else Stage.COPYING)
+        else:
+            assert stage is Stage.ABORTED
+
+
+def test_a_rank_alone_completes_no_divided_one() -> None:
+    location = Noted(is_divided=True)
+    writer = write(begin({"large": torch.randn(NUM_LARGE)})[0], location)
+    writer.handle(Event.SOUND)
+    writer.wait_until_written()
+    assert (writer.stage, location.calls) == (Stage.ABORTED, ["prepare", "abort"])
+
+
+def test_a_rank_alone_refuses_what_is_torn() -> None:
+    location = Noted()
+    large = torch.randn(NUM_LARGE)
+    copy, _ = begin({"large": large})
+    large.add_(1)
+    writer = write(copy, location)
+    writer.wait_until_written()
+    assert (writer.stage, location.calls) == (Stage.ABORTED, ["prepare", "abort"])
+
+
+def test_errors_are_kept() -> None:
+    def look(address: int, tensor: Tensor) -> None:
+        raise ValueError("a look")
+
+    large = torch.randn(NUM_LARGE)
+    copy = Copy({"large": large}, {}, stable={locate(large)}, look=look)
+    location = Noted()
+    writer = write(copy, location)
+    writer.wait_until_written()
+    assert copy.has_failed
+    assert str(writer.failure) == "a look"
+    assert location.calls == ["abort"]

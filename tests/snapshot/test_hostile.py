@@ -28,9 +28,8 @@ from samestep.plan.ledger import Entry
 from samestep.snapshot.logs import Heal
 from samestep.snapshot.manifest import parse_manifest, seal
 from samestep.snapshot.mirror import Mirror, Unreachable
-from samestep.snapshot.resume_point import ResumePoint
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import StartOptions
+from samestep.snapshot.run_record import ResumePoint, StartOptions
 from samestep.snapshot.store import SavedRun, Store
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch
@@ -395,22 +394,21 @@ def use(run: Path) -> None:
         own = directory.store.prepare(draft, {})
         directory.sync()
         directory.store.commit(draft, own, {}, step=4, name=None, meta=meta)
-        directory.prune(1)
         directory.write_status("done", "", {"steps": 1})
     finally:
         directory.close()
 
 
 @pytest.mark.parametrize(("name", "what", "why"), [
-    ("ledger.bin", "a directory", "ledger.bin: Is a directory"),
-    ("metrics.jsonl", "a FIFO", "metrics.jsonl: No such device or address"),
-    ("ledger.bin", "a link", "ledger.bin is a symbolic link"),
+    ("ledger.bin", "a directory", r"Is a directory: .*ledger\.bin"),
+    ("metrics.jsonl", "a FIFO", r"No such device or address: .*metrics\.jsonl"),
+    ("ledger.bin", "a link", r"ledger\.bin is a symbolic link"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str, what: str, why: str) -> None:
     samestep.spawn(tiny_run, 1, (tmp_path / "run",), {"num_steps": 1})
     (tmp_path / "run" / name).unlink()
     PLANTED[what](tmp_path / "run" / name)
-    with pytest.raises(RunDirectoryError, match=re.escape(f"cannot be written ({why}): fix that, or name another")):
+    with pytest.raises(RunDirectoryError, match=rf"cannot be written \(.*{why}.*\): fix that, or name another"):
         samestep.spawn(tiny_run, 1, (tmp_path / "run",), {"num_steps": 2})
 
 

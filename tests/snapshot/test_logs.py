@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import NotHealed
@@ -97,6 +97,7 @@ def write(path: Path, num_steps: int) -> list[Entry]:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5, NUM_READ + 1])
 def test_records_are_read_from_any_on(tmp_path: Path, num_steps: int) -> None:
     path = tmp_path / "ledger.bin"
+    assert count_records(path) == len([*read_records(path)]) == 0
     entries = write(path, num_steps)
     with open(path, "ab") as file:
         file.write(bytes(RECORD.size - 1))
@@ -104,11 +105,6 @@ def test_records_are_read_from_any_on(tmp_path: Path, num_steps: int) -> None:
     assert [*read_records(path)] == entries
     assert [*read_records(path, first=num_steps // 2)] == entries[num_steps // 2 :]
     assert [*read_records(path, first=num_steps + 1)] == []
-
-
-def test_a_run_without_a_ledger(tmp_path: Path) -> None:
-    assert count_records(tmp_path / "ledger.bin") == 0
-    assert [*read_records(tmp_path / "ledger.bin")] == []
 
 
 # --- a rank that takes the writer's place ---------------------------------------------------------------------------
@@ -147,12 +143,18 @@ def complete(kept: KeptLogs, directory: Path, metrics: bytes, ledger: bytes, ste
     return rows_path.read_bytes().removesuffix(b"more\n"), ledger_path.read_bytes().removesuffix(b"more\n")
 
 
-@pytest.mark.parametrize("num_written", range(len(ROWS) + 1))
-@pytest.mark.parametrize("part", [0, 7])
-def test_rows_are_completed(tmp_path: Path, num_written: int, part: int) -> None:
-    """Whatever number of them the file has, and with a part of the next one."""
-    written = b"".join(LINES[:num_written]) + b"".join(LINES[num_written:])[:part]
-    assert complete(keep(), tmp_path, written, b"".join(RECORDS), 4)[0] == b"".join(LINES)
+@settings(max_examples=200, deadline=None)
+@given(
+    num_written=st.integers(0, sum(map(len, LINES))),
+    num_recorded=st.integers(0, 4 * RECORD.size),
+    num_kept=st.integers(4, len(ROWS)),
+)
+def test_files_are_completed_or_cut(num_written: int, num_recorded: int, num_kept: int, tmp_path_factory: Any) -> None:
+    """Whatever part of the rows and records they have. What this rank has not reached, it writes later, once."""
+    steps_done = int(ROWS[num_kept - 1]["step"])
+    rows, records = b"".join(LINES)[:num_written], b"".join(RECORDS)[:num_recorded]
+    found = complete(keep(num_kept, steps_done), tmp_path_factory.getbasetemp(), rows, records, steps_done)
+    assert found == (b"".join(LINES[:num_kept]), b"".join(RECORDS[:steps_done]))
 
 
 def test_only_the_end_of_many_rows_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,22 +162,6 @@ def test_only_the_end_of_many_rows_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(logs, "MAX_READ_BYTES", len(b"".join(LINES[-6:])) + 9)
     many = b"".join(LINES)
     assert complete(keep(), tmp_path, many + b'{"st', b"".join(RECORDS), 4)[0] == many
-
-
-@pytest.mark.parametrize("num_kept", range(4, len(ROWS) + 1))
-def test_rows_that_this_rank_has_not_reached_are_cut(tmp_path: Path, num_kept: int) -> None:
-    """It writes them later, once."""
-    steps_done = ROWS[num_kept - 1]["step"]
-    found, _ = complete(keep(num_kept), tmp_path, b"".join(LINES), b"".join(RECORDS), int(steps_done))
-    assert found == b"".join(LINES[:num_kept])
-
-
-@pytest.mark.parametrize("num_bytes", [0, 5, RECORD.size, 3 * RECORD.size, 4 * RECORD.size])
-@pytest.mark.parametrize("steps_done", [3, 4])
-def test_the_ledger_is_completed_or_cut(tmp_path: Path, num_bytes: int, steps_done: int) -> None:
-    written = b"".join(RECORDS)[:num_bytes]
-    _, found = complete(keep(num_steps=steps_done), tmp_path, b"".join(LINES), written, steps_done)
-    assert found == b"".join(RECORDS[:steps_done])
 
 
 def test_rows_of_an_earlier_start_stay(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import Error, RunDirectoryError
-from samestep.snapshot.resume_point import CopyContent, ResumePoint, choose
-from samestep.snapshot.store import Snapshot
+from samestep.snapshot.manifest import Snapshot
+from samestep.snapshot.run_record import CopyContent, ResumePoint, choose
 
 DAMAGED = RunDirectoryError("all are damaged")
 
@@ -21,7 +21,7 @@ def content(
     step: int | None, newest_step: int | None = None, error: Error | None = None, num_recorded: int = 0
 ) -> CopyContent:
     found = None if step is None else snapshot(step)
-    return CopyContent(found, error, (step or 0) if newest_step is None else newest_step, num_recorded)
+    return CopyContent((step or 0) if newest_step is None else newest_step, num_recorded, found, error)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Snapshots are written completely or not at all, and incomplete ones are skipped."""
+"""Snapshots are written completely or not at all, by one rank or by several, and damaged ones are skipped."""
 
 import json
 import os
@@ -11,15 +11,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from states import assert_same, make_state
+from states import assert_same, make_state, take_rows, write_divided
 from support.snapshots import read_snapshot, write_snapshot
 
-from samestep.errors import RunDirectoryError
+from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import replace_file
-from samestep.snapshot.manifest import FORMAT
+from samestep.snapshot.manifest import FORMAT, Snapshot, find_damage, name_part, seal
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.serialization import digest
+from samestep.snapshot.serialization import digest, encode
 from samestep.snapshot.store import Store
+
+PARTS = [name_part(rank) for rank in range(3)]
+FILES = ["manifest.json", "state.json", *PARTS]
 
 
 @pytest.fixture
@@ -27,15 +30,19 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def found_steps(store: Store) -> list[tuple[int, str | None]]:
+def list_steps(store: Store) -> list[tuple[int, str | None]]:
     assert all(snapshot.problem is None for snapshot in store.snapshots())
     return [(snapshot.step, snapshot.name) for snapshot in store.snapshots()]
 
 
-def read(store: Store, which: int | str = "latest") -> dict[str, Any]:
-    found = store.find(which, warn=lambda sentence: pytest.fail(sentence))
+def find(store: Store, warnings: list[str] | None = None, which: int | str = "latest") -> Snapshot:
+    found = store.find(which, warn=pytest.fail if warnings is None else warnings.append)
     assert found is not None
-    return read_snapshot(store, found)
+    return found
+
+
+def read_mark(store: Store, which: int | str = "latest") -> Any:
+    return read_snapshot(store, find(store, which=which))["state"]["best"]
 
 
 def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None:
@@ -45,73 +52,87 @@ def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None
     state = make_state(0.5)
     path = write_snapshot(store, state, step=7, meta={"epoch": 1, "loss": 0.25, 3: [1, (2,)]})
     assert path == tmp_path / "snapshots" / "step-00000007"
-    assert sorted(entry.name for entry in path.iterdir()) == FILES
-    found = store.find("latest")
-    assert found is not None
+    assert sorted(os.listdir(path)) == FILES[:3]
+    found = find(store)
     assert (found.path, found.step, found.name, found.problem) == (path, 7, None, None)
     assert found.manifest["meta"] == {"epoch": 1, "loss": 0.25, "3": [1, [2]]}
     assert found.manifest["versions"]["torch"] == torch.__version__
-    assert found.size_bytes == sum((path / file).stat().st_size for file in ("state.json", "tensors-00000.safetensors"))
+    assert found.size_bytes == sum((path / file).stat().st_size for file in FILES[1:3])
     assert_same(read_snapshot(store, found), state)
     assert found.manifest["digest"] == digest(state)
+
+
+def test_each_rank_writes_a_file(store: Store) -> None:
+    path = write_divided(store, 0.5, step=7)
+    assert sorted(os.listdir(path)) == FILES
+    assert os.listdir(store.path) == ["step-00000007"]
+    found = find(store)
+    assert found.manifest["digest"] is None
+    assert_same(read_snapshot(store, found), make_state(0.5))
+    assert store.read_digest(found) == digest(make_state(0.5))
+    assert max((path / part).stat().st_size for part in PARTS) < 4000 / 3 + 300
+
+
+def test_a_digest_of_whole_tensors_is_in_the_manifest(store: Store) -> None:
+    structure, tensors = encode({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
+    draft = store.begin(1, None)
+    store.prepare(draft, {"objects/b": tensors.pop("objects/b")}, 1)
+    store.commit(draft, store.prepare(draft, tensors), structure, step=1, name=None, meta={}, num_parts=2)
+    assert find(store).manifest["digest"] == digest({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_rows=st.integers(0, 12), num_ranks=st.integers(2, 5), data=st.data())
+def test_any_rows_are_read(num_rows: int, num_ranks: int, data: st.DataObject, tmp_path_factory: Any) -> None:
+    tensor = torch.arange(num_rows * 3, dtype=torch.float64).view(num_rows, 3)
+    store = Store(tmp_path_factory.mktemp("rows"))
+    write_divided(store, {"objects": tensor}, step=1, num_ranks=num_ranks)
+    first = data.draw(st.integers(0, num_rows))
+    count = data.draw(st.integers(0, num_rows - first))
+    saved = store.open(find(store))
+    assert saved.contents["objects"].is_meta
+    assert_same(saved.read_rows(saved.contents["objects"], first, count), tensor[first : first + count])
+    assert_same(saved.fill(saved.contents["objects"]), tensor)
 
 
 def test_the_newest_is_the_one_of_most_steps(store: Store) -> None:
     for step, name in [(30, None), (40, "best"), (40, None), (100_000_000, None), (20, "last_good"), (9, None)]:
         write_snapshot(store, make_state(step + len(name or "")), step=step, name=name, meta={})
-    assert found_steps(store) == [
+    assert list_steps(store) == [
         (9, None), (20, "last_good"), (30, None), (40, "best"), (40, None), (100_000_000, None)
     ]  # fmt: skip
-    assert read(store)["state"]["best"] == 100_000_000
-    assert read(store, 40)["state"]["best"] == 40
-    assert read(store, "best")["state"]["best"] == 44
-    assert read(store, 20)["state"]["best"] == 29
-    shutil.rmtree(store.path / "step-100000000")
-    assert read(store)["state"]["best"] == 40
-    shutil.rmtree(store.path / "step-00000040")
-    assert read(store)["state"]["best"] == 44
+    assert [read_mark(store, which) for which in ("latest", 40, "best", 20)] == [100_000_000, 40, 44, 29]
+    for removed, mark in (("step-100000000", 40), ("step-00000040", 44)):
+        shutil.rmtree(store.path / removed)
+        assert read_mark(store) == mark
 
 
 def test_one_of_the_same_step_is_replaced(store: Store) -> None:
     for mark in (1.0, 2.0):
         write_snapshot(store, make_state(mark), step=5)
-    assert read(store)["state"]["best"] == 2.0
-    assert [entry.name for entry in store.path.iterdir()] == ["step-00000005"]
+    assert read_mark(store) == 2.0
+    assert os.listdir(store.path) == ["step-00000005"]
 
 
 # --- asked for what is not there -------------------------------------------------------------------------------------
 
 
-def test_an_absent_snapshot_is_reported_with_those_that_exist(store: Store) -> None:
+def test_what_cannot_be_found_is_reported_with_what_can(store: Store) -> None:
     with pytest.raises(RunDirectoryError, match=r"there is no snapshot named best in .*: there is no other"):
         store.find("best")
-    write_snapshot(store, {}, step=1)
-    write_snapshot(store, {}, step=3, name="best")
-    with pytest.raises(RunDirectoryError, match=r"there is no snapshot of step 2 in .*: there is step 1, best"):
-        store.find(2)
-
-
-def test_a_requested_snapshot_that_is_not_sound(store: Store) -> None:
-    for step in (1, 2):
-        write_snapshot(store, make_state(step), step=step)
-    flip(store.path / "step-00000002" / "tensors-00000.safetensors", -1)
-    warnings: list[str] = []
-    with pytest.raises(
-        RunDirectoryError,
-        match=r"the snapshot of step 2 cannot be used \(.*damaged \(somewhere in bytes .*\)\) in .*: there is step 1$",
-    ):
-        store.find(2, warn=warnings.append)
-    assert not warnings, "the error says it"
-
-
-def test_none_sound_is_an_error_and_no_fresh_start(store: Store) -> None:
-    write_snapshot(store, make_state(1), step=1)
-    flip(store.path / "step-00000001" / "state.json", 3)
-    warnings: list[str] = []
-    words = r"no snapshot in .* can be used \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
-    with pytest.raises(RunDirectoryError, match=words):
-        store.find("latest", warn=warnings.append)
-    assert not warnings, "the error says it"
+    for step, name in ((1, None), (2, None), (3, "best")):
+        write_snapshot(store, make_state(step), step=step, name=name)
+    with pytest.raises(RunDirectoryError, match=r"there is no snapshot of step 4 in .*: there is step 1, step 2, best"):
+        store.find(4)
+    flip(store.path / "step-00000002" / PARTS[0], -1)
+    said = r"the snapshot of step 2 cannot be used \(.*damaged \(somewhere in .*\)\) in .*: there is step 1, best$"
+    with pytest.raises(RunDirectoryError, match=said):
+        store.find(2, warn=pytest.fail)
+    for directory in store.path.iterdir():
+        flip(directory / "state.json", 3)
+    said = r"no snapshot in .* can be used \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
+    with pytest.raises(RunDirectoryError, match=said):
+        store.find("latest", warn=lambda sentence: None)
 
 
 # --- damage -------------------------------------------------------------------------------------------------------
@@ -123,39 +144,70 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
-FILES = ["manifest.json", "state.json", "tensors-00000.safetensors"]
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "removed": lambda path: path.unlink(),
     "emptied": lambda path: os.truncate(path, 0),
     "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
     "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
-    "first bit flipped": lambda path: flip(path, 0),
-    "last bit flipped": lambda path: flip(path, -1, 7),
     "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "a directory": lambda path: (path.unlink(), path.mkdir()),
     "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+    "of another snapshot": lambda path: shutil.copy(path.parents[1] / "step-00000001" / path.name, path),
 }
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.sampled_from(FILES))
-def test_any_flipped_bit_is_seen(place: float, bit: int, file: str, store: Store) -> None:
+@given(
+    place=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+    file=st.sampled_from(FILES),
+    num_ranks=st.integers(1, 5),
+)
+def test_any_flipped_bit_is_seen(place: float, bit: int, file: str, num_ranks: int, store: Store) -> None:
+    """Also if several ranks check the files: one of them finds it."""
     if not store.path.exists():
         for step in (1, 2):
-            write_snapshot(store, make_state(step), step=step, meta={"x": 0.5})
+            write_divided(store, make_state(step), step=step)
     path = store.path / "step-00000002" / file
+    manifest = json.loads((path.parent / "manifest.json").read_bytes())
     sound = path.read_bytes()
     warnings: list[str] = []
     try:
         flip(path, int(place * len(sound)), bit)
-        found = Store(store.path.parent).find("latest", warn=warnings.append)  # it knows of no damage yet
-        assert found is not None
-        assert found.step == 1
-        assert_same(read_snapshot(store, found), make_state(1))
+        store = Store(store.path.parent)  # it knows of no damage yet
+        assert_same(read_snapshot(store, find(store, warnings)), make_state(1))
         assert f"step-00000002: {file}" in warnings[0]
+        problems = [find_damage(path.parent, manifest, rank, num_ranks) for rank in range(num_ranks)]
+        found = [problem for problem in problems if problem]
+        assert len(found) == (file != "manifest.json")
     finally:
         path.write_bytes(sound)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_snapshot_is_skipped_and_the_sound_one_kept(damage: str, file: str, store: Store) -> None:
+    for step in (1, 2):
+        write_divided(store, make_state(step), step=step)
+    DAMAGE[damage](store.path / "step-00000002" / file)
+    warnings: list[str] = []
+    assert_same(read_snapshot(store, find(store, warnings)), make_state(1))
+    [warning] = warnings
+    assert f"step-00000002: {file}" in warning
+    store.prune(1)
+    assert find(store, warnings).step == 1
+
+
+def test_no_digest_of_a_manifest_without_a_part(store: Store) -> None:
+    """The files that it names are sound, and do not have all rows."""
+    path = write_divided(store, make_state(1), step=1)
+    found = find(store)
+    files = {name: file for name, file in found.manifest["files"].items() if name != PARTS[1]}
+    manifest = seal({key: value for key, value in {**found.manifest, "files": files}.items() if key != "sha256"})
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunDirectoryError, match=r"step-00000001 holds no state that can be read"):
+        store.read_digest(find(store))
 
 
 def test_other_directories_are_skipped(store: Store) -> None:
@@ -169,21 +221,48 @@ def test_other_directories_are_skipped(store: Store) -> None:
     (store.path / "notes.txt").write_text("mine")
     (store.path / "strange").mkdir()
     warnings: list[str] = []
-    found = store.find("latest", warn=warnings.append)
-    assert found is not None
+    found = find(store, warnings)
     assert (found.step, found.name) == (1, None)
     said = ["manifest.json is of step 1", "manifest.json cannot be read", f"manifest.json has format {FORMAT + 1} of a"]
     assert all(problem in warning for problem, warning in zip(said, warnings, strict=True))
-    assert read(store, "kept")["state"]["best"] == 1
+    assert read_mark(store, "kept") == 1
 
 
 def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
     write_snapshot(store, make_state(1), step=1)
-    found = store.find("latest")
-    assert found is not None
-    (found.path / "tensors-00000.safetensors").unlink()
+    found = find(store)
+    (found.path / PARTS[0]).unlink()
     with pytest.raises(RunDirectoryError, match=r"can no longer be used: tensors-00000.safetensors is missing"):
         read_snapshot(store, found)
+
+
+# --- parts that do not come ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_part_that_is_missing(missing: int, store: Store) -> None:
+    write_snapshot(store, make_state(1), step=1)
+    structure, tensors = encode(make_state(2))
+    draft = store.begin(2, None)
+    parts = [store.prepare(draft, take_rows(tensors, rank, 3), rank) for rank in {0, 1, 2} - {missing}]
+    with pytest.raises(FileNotFoundError, match=f"receipt-0000{missing}"):
+        store.commit(draft, parts[0], structure, step=2, name=None, meta={}, num_parts=3)
+    assert find(store).step == 1
+    store.abort(draft)
+    assert os.listdir(store.path) == ["step-00000001"]
+
+
+def test_a_part_that_lacks_rows(store: Store) -> None:
+    """Such as when the ranks have built different models."""
+    structure, tensors = encode(make_state(2))
+    draft = store.begin(2, None)
+    store.prepare(draft, take_rows(tensors, 2, 3), 1)
+    own = store.prepare(draft, take_rows(tensors, 0, 3))
+    with pytest.raises(
+        InvalidValue, match=r"not written all of the state: objects/model/weight has 2664 of 4000 bytes"
+    ):
+        store.commit(draft, own, structure, step=2, name=None, meta={}, num_parts=2)
+    assert store.snapshots() == []
 
 
 # --- pruning and cleaning -----------------------------------------------------------------------------------------
@@ -195,36 +274,22 @@ def test_pruning_keeps_the_newest_of_each_name(store: Store) -> None:
     for step in (1, 2):
         write_snapshot(store, {}, step=step, name="best")
     store.prune(2)
-    assert found_steps(store) == [(2, "best"), (4, None), (5, None)]
-    assert len(list(store.path.iterdir())) == 3
+    assert list_steps(store) == [(2, "best"), (4, None), (5, None)]
+    assert len(os.listdir(store.path)) == 3
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_pruning_never_removes_the_newest_sound_one(file: str, store: Store) -> None:
+def test_pruning_never_removes_the_newest_sound_one(store: Store) -> None:
     for step in (1, 2, 3):
         write_snapshot(store, make_state(step), step=step)
-    flip(store.path / "step-00000003" / file, 5)
-    os.truncate(store.path / "step-00000002" / file, 3)
-    found = store.find("latest", warn=lambda _: None)
-    assert found is not None
-    assert found.step == 1
+    flip(store.path / "step-00000003" / PARTS[0], 5)
+    os.truncate(store.path / "step-00000002" / PARTS[0], 3)
+    for step in (1, 2, 3):
+        assert find(store, []).step == step
+        store.prune(1)
+        assert find(Store(store.path.parent), []).step == step  # as in a new process, which knows of no damage yet
+        write_snapshot(store, make_state(step + 1), step=step + 1)
     store.prune(1)
-    assert read_whatever(store) == 1
-    write_snapshot(store, make_state(2), step=2)
-    store.prune(1)
-    assert read_whatever(store) == 2
-    write_snapshot(store, make_state(3), step=3)
-    store.prune(1)
-    assert found_steps(store) == [(3, None)]
-
-
-def read_whatever(store: Store) -> int:
-    """Read the newest sound snapshot as a new process does, which has detected no damage yet."""
-    store = Store(store.path.parent)
-    found = store.find("latest", warn=lambda _: None)
-    assert found is not None
-    assert_same(read_snapshot(store, found), make_state(found.step))
-    return found.step
+    assert list_steps(store) == [(4, None)]
 
 
 def test_names_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.decoding import Object
+from samestep.snapshot.manifest import Snapshot
 from samestep.snapshot.serialization import encode
-from samestep.snapshot.store import Snapshot, Store
+from samestep.snapshot.store import Store
 
 
 def write_snapshot(

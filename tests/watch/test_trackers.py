@@ -17,7 +17,7 @@ from support.tiny import tiny_run
 import samestep
 from samestep.config import OPTIONS
 from samestep.errors import Error
-from samestep.snapshot.run_record import StartOptions, build_record
+from samestep.snapshot.run_record import ResumePoint, StartOptions, build_record
 from samestep.train.start import read_commit
 from samestep.watch import trackers as trackers_module
 from samestep.watch.tracker_services import MLflow, TensorBoard, WandB
@@ -214,7 +214,7 @@ def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_record_keeps_the_first_commit_and_lists_others() -> None:
     def record(before: Mapping[str, Any], step: int, commit: str) -> tuple[dict[str, Any], list[str]]:
         options = StartOptions({}, git={"commit": commit, "is_dirty": False} if commit else {})
-        return build_record(before, options, step=step, rewinds=[])
+        return build_record(before, options, ResumePoint(step))
 
     first, _ = record({}, 0, "a")
     second, warnings = record(first, 5, "b")
@@ -222,7 +222,7 @@ def test_the_record_keeps_the_first_commit_and_lists_others() -> None:
     assert first["git"] == second["git"] == third["git"] == {"commit": "a", "is_dirty": False}
     assert warnings == []
     assert second["changes"] == third["changes"] == [{"after_step": 5, "changed": "commit a -> b"}]
-    assert "git" not in record({}, 0, "")[0]
+    assert record({}, 0, "")[0]["git"] == {}
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, Any]]]:

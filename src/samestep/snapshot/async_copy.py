@@ -1,4 +1,4 @@
-"""Copies of a state's tensors in host memory, made and written while training continues.
+"""A state that is to be saved, and the copy of its tensors in host memory, made and checked while training continues.
 
 Parameters and the optimizer's state change only in an update. Their copy may run during the next forward and backward
 pass, and must be complete before the next update. All other tensors are copied at once.
@@ -7,20 +7,69 @@ pass, and must be complete before the next update. All other tensors are copied 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samestep.errors import InvalidValue
 from samestep.snapshot.serialization import is_dense
 from samestep.torch_internals import read_version
+from samestep.watch.replica_checksums import checksum
 from samestep.world.forking import at_rest
 
 LARGE_BYTES = 1 << 18  # smaller tensors are copied at once, which takes no longer than detecting writes to them
 _CHUNK = 1 << 17  # elements, so that `look` finds them in the cache: 0.11 s for 500 MB instead of 0.18 s
 _GPU_CHUNK = 1 << 24
 _NUM_SAMPLED = 32
+_MASK = 2**64 - 1  # checksums of slices add up modulo 2**64, as those of elements do
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The content of a snapshot. The tensors are those of the models and optimizers, not copies.
+
+    Attributes:
+        contents: the whole state, for `encode`.
+        notes: further entries of the manifest's `meta`, see `RunDirectory.mark`.
+        checked: tensors that must be finite, with names for messages.
+        stable: tensors that change only in an update, so that they can be copied during the next step.
+        replicated: parameters to compare over the ranks, by name; none if no comparison is due.
+        compare: compares the checksums of these tensors over the ranks, and raises Error if they differ.
+        same: tensors that are the same on all ranks.
+        is_mine: as in `encode`, if the ranks divide the state. `contents` then has what this rank stores.
+    """
+
+    contents: Mapping[str, Any]
+    notes: Mapping[str, Any]
+    checked: Sequence[tuple[str, Tensor]]
+    stable: Sequence[Tensor]
+    replicated: Sequence[tuple[str, Tensor]]
+    compare: Callable[[Mapping[str, int]], None]
+    same: Sequence[Tensor] = ()
+    is_mine: Callable[[Tensor], bool] | None = None
+
+
+@dataclass(frozen=True)
+class SnapshotOrder:
+    """Snapshots of one step to be written.
+
+    Attributes:
+        names: names of the snapshots; None for a numbered one.
+        structure, tensors: the encoded state.
+        meta: see `RunDirectory.mark`.
+        is_last: whether the loop ends here.
+        drafts: the directories in which they are written, see `Store.begin`. Empty on ranks that do not write.
+    """
+
+    step: int
+    names: Sequence[str | None] = ()
+    structure: Any = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    is_last: bool = False
+    drafts: Sequence[str] = ()
 
 
 class WriteDetector:
@@ -35,14 +84,14 @@ class WriteDetector:
 
     def find_changed(self) -> list[Tensor]:
         """Return the tensors that have changed."""
+        if not self._seen:
+            return []
         differences = [(_sample(tensor) != sampled).any() for tensor, _, sampled in self._seen]
-        devices = {each.device for each in differences}
-        differs: dict[int, bool] = {}
-        for device in devices:  # one transfer each
-            indices = [i for i, each in enumerate(differences) if each.device == device]
-            differs |= zip(indices, torch.stack([differences[i] for i in indices]).tolist(), strict=True)
+        together = torch.stack([each.to(differences[0].device) for each in differences])  # for one transfer to the host
         return [
-            tensor for i, (tensor, version, _) in enumerate(self._seen) if differs[i] or read_version(tensor) != version
+            tensor
+            for (tensor, version, _), differs in zip(self._seen, together.tolist(), strict=True)
+            if differs or read_version(tensor) != version
         ]
 
 
@@ -106,7 +155,8 @@ class Copy:
         self.has_failed = self._is_joined = False
         self._look = look
         self._copied = threading.Event()
-        self._streams = {tensor.device: _open_stream(tensor.device) for tensor in tensors.values() if tensor.is_cuda}
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        self._streams = {device: _open_stream(device) for device in devices}
         self._later: list[_Slice] = []
         at_once: dict[Any, list[_Slice]] = {}  # by device
         for name, tensor in tensors.items():
@@ -172,6 +222,64 @@ def _split(whole: _Slice) -> Iterator[_Slice]:
         yield _Slice(whole.address, source[elements], None if target is None else target[elements])
 
 
+class Inspection:
+    """Checks whether a state is finite and the same on all ranks. `look` may be called in another thread.
+
+    Attributes:
+        tensors: the tensors to look at, by their addresses (`locate`).
+    """
+
+    def __init__(self, state: TrainingState, step: int) -> None:
+        self._step = step
+        self._compare = state.compare
+        self._labels = {locate(tensor): label for label, tensor in reversed(state.checked)}
+        self._names = {locate(tensor): name for name, tensor in reversed(state.replicated)}
+        self.tensors: Mapping[int, Tensor] = {
+            locate(tensor): tensor for _, tensor in [*state.checked, *state.replicated]
+        }
+        self._not_finite: set[str] = set()
+        self._checksums: dict[str, int] = {}
+
+    def look(self, address: int, tensor: Tensor) -> None:
+        """Look at a tensor or its copy, whole or in consecutive slices. `address`: the address of the tensor itself."""
+        label = self._labels.get(address)
+        name = self._names.get(address)
+        if label is not None and not is_finite(tensor):
+            self._not_finite.add(label)
+        if name is not None:
+            self._checksums[name] = self._checksums.get(name, 0) + int(checksum(tensor))
+
+    def look_again(self) -> None:
+        """Look at all tensors again, after a copy that failed half-way: other ranks have looked at all of theirs."""
+        self._not_finite = set()
+        self._checksums = {}
+        for address, tensor in self.tensors.items():
+            self.look(address, tensor)
+
+    def find_infinite(self) -> str:
+        """Return the label of a tensor of this rank that is not finite; "" if all are finite."""
+        return next((label for label in self._labels.values() if label in self._not_finite), "")
+
+    def conclude(self, label: str) -> None:
+        """Compare the ranks. All ranks call this, after looking at all tensors.
+
+        Args:
+            label: of a tensor that is not finite, from `find_infinite`.
+
+        Raises:
+            InvalidValue: a tensor is not finite, or not the same on all ranks.
+        """
+        if label:
+            raise InvalidValue(
+                f"{label} is not finite after step {self._step}: this state is not saved, and the previous snapshot "
+                "is kept; check the learning rate, clipping and precision",
+                code="SS206",
+            )
+        if self._names:
+            names = [name for name in reversed(self._names.values()) if name in self._checksums]
+            self._compare({name: self._checksums[name] & _MASK for name in names})
+
+
 def locate(tensor: Tensor) -> int:
     """Return the address of a tensor."""
     return tensor.data_ptr()
@@ -187,8 +295,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def is_detectable(tensor: Tensor) -> bool:
     """Return whether a tensor is large and dense, so that `WriteDetector` can detect writes to it."""
-    size_bytes = tensor.numel() * tensor.element_size()
-    if size_bytes < LARGE_BYTES or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+    if tensor.nbytes < LARGE_BYTES or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False
     return is_dense(tensor)
 
@@ -200,8 +307,7 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return a view of some bytes of a large tensor, on its device."""
-    size_bytes = tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()
-    step = size_bytes // _NUM_SAMPLED | 1
+    step = tensor.nbytes // _NUM_SAMPLED | 1
     content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return content.set_(tensor.untyped_storage(), start, (-(-size_bytes // step),), (step,))
+    return content.set_(tensor.untyped_storage(), start, (-(-tensor.nbytes // step),), (step,))

@@ -15,14 +15,14 @@ from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import copy_file, open_regular, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.loop_plan import LoopPlan
-from samestep.snapshot.reading import find_snapshot, open_run, read_run
+from samestep.snapshot.manifest import Snapshot
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import describe_changes, list_loops
+from samestep.snapshot.run_record import describe_changes, find_snapshot, list_loops, open_run
 from samestep.snapshot.serialization import SavedState, encode
-from samestep.snapshot.store import SavedRun, Snapshot, Store
+from samestep.snapshot.store import SavedRun, Store
 from samestep.watch.records import LEDGER, METRICS
 
-PLANNED_BY = ("batch_size", "seed")  # the numbers that decide which samples a step uses
+_PLANNED_BY = ("batch_size", "seed")  # the numbers that decide which samples a step uses
 
 
 def continue_run(
@@ -42,26 +42,23 @@ def continue_run(
             continued there with these numbers.
         OSError: the directory cannot be written.
     """
-    continues = directory.record.get("continues")
-    run, which = ("", "latest") if source is None else split_source(source)
-    if source is not None and directory.record and (continues is None or continues["run"] != run):
+    continues = directory.record.get("continues") or {}
+    if source is None and not continues:
+        return
+    run, which = (continues["run"], "latest") if source is None else split_source(source)
+    if directory.record and run != continues.get("run"):
         raise RunDirectoryError(
             f"{directory.named} holds a run that does not continue {source}: name a new directory by --run-dir, or "
             "leave out --continue-from",
             code="SS405",
         )
-    if continues is not None:
-        run, which = continues["run"], continues["snapshot"]
-    elif source is None:
-        return
     if directory.store.snapshots():  # an earlier start has copied the state
         return
-    with open_run(run) as path:
+    with open_run(run) as (path, before):
         store = Store(path)
-        snapshot = find_snapshot(store, run, which)
+        snapshot = find_snapshot(store, run, continues.get("snapshot", which))
         saved = store.open(snapshot, SavedRun)
-        if continues is None:
-            before = read_run(path, run)
+        if not continues:
             directory.write_record(_build_record(store, snapshot, saved.contents["position"], before, identity, run))
             changed = describe_changes(before["numbers"], directory.record["numbers"])
             say(f"continues {run} from step {snapshot.step}" + (f" with {changed}" if changed else ""))
@@ -121,7 +118,7 @@ def _build_record(
     """
     numbers = before["numbers"]
     changed = {name for name, value in identity.items() if numbers.get(name) != value}
-    if "lanes" in position and changed & {*PLANNED_BY, "micro_batch_size"}:
+    if "lanes" in position and changed & {*_PLANNED_BY, "micro_batch_size"}:
         raise InvalidValue(
             f"{called} reads a stream, whose position belongs to its numbers: keep its batch_size, micro_batch_size "
             "and seed",
@@ -134,8 +131,8 @@ def _build_record(
             code="SS104",
         )
     begins = position.get("begins", [])
-    loops = [*before.get("loops", [])]
-    if changed & {*PLANNED_BY}:
+    loops = before.get("loops", [])
+    if changed & {*_PLANNED_BY}:
         number = len(position.get("loops", []))
         begins = [row for row in begins if row[0] < number] + [_find_begin(store, position, before, number, called)]
         loops = loops[: max(number - 1, 0)]

@@ -7,6 +7,7 @@ sound snapshot that any of them holds, and a node that lacks it gets the files t
 """
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,20 +23,62 @@ from samestep.data.order_files import list_orders
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import open_regular, replacing
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
-from samestep.snapshot.async_copy import locate
-from samestep.snapshot.inspection import SnapshotOrder, TrainingState
-from samestep.snapshot.manifest import measure
-from samestep.snapshot.resume_point import CopyContent, ResumePoint
+from samestep.snapshot.async_copy import SnapshotOrder, TrainingState, locate
+from samestep.snapshot.manifest import Snapshot, measure
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.store import SNAPSHOTS, Snapshot
-from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS
+from samestep.snapshot.run_record import CopyContent, ResumePoint
+from samestep.snapshot.store import SNAPSHOTS
+from samestep.watch.records import LEDGER, METRICS, SHARED
 from samestep.world.environment import read_host
 from samestep.world.group import Group
+from samestep.world.local_sockets import Gatherer
 
 CHUNK_BYTES = 16 << 20
 
 # Calls a function on writers with their directory. Returns the results on every rank. Raises Error.
 Each = Callable[[Callable[[RunDirectory], Any], Sequence[int]], list[Any]]
+_TOKEN = ".samestep-node-"
+
+
+def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
+    """Find which nodes share the run's directory. The first rank of each node creates an empty file for that.
+
+    Returns:
+        Rank 0's `run_dir`, and a dict: first rank of a node -> the lowest rank with the same directory.
+    """
+    answers = group.gather((group.local_rank == 0, str(run_dir)))
+    path = Path(answers[0][1])
+    firsts = [rank for rank, (is_first, _) in enumerate(answers) if is_first or rank == 0]
+    if len(firsts) == 1:
+        return path, {0: 0}
+    token = _create_token(path) if group.rank in firsts else None
+    try:
+        names = group.gather(None if token is None else token.name)
+        directories = (path, *path.parents)
+        writer = None
+        if group.rank in firsts:
+            paths = {rank: [each / names[rank] for each in directories] for rank in firsts if names[rank]}
+            writer = next((rank for rank in paths if any(map(os.path.exists, paths[rank]))), group.rank)
+        writers = group.gather(writer)
+    finally:
+        if token is not None:
+            token.unlink(missing_ok=True)
+    return path, {rank: writer for rank, writer in enumerate(writers) if writer is not None}
+
+
+def _create_token(path: Path) -> Path | None:
+    """Create an empty file in the directory, or in the nearest existing one above it; return None if that fails.
+
+    Its name is new, so no network file system has cached that it does not exist. Creating it refreshes the node's cache
+    of that directory, in which another node may just have created the run directory.
+    """
+    with suppress(OSError):
+        for directory in (path, *path.parents):
+            if directory.is_dir():
+                token = directory / f"{_TOKEN}{secrets.token_hex(8)}"
+                token.touch(exist_ok=False)
+                return token
+    return None
 
 
 def warn(sentence: str) -> None:
@@ -138,7 +181,7 @@ def _measure_files(point: ResumePoint, snapshot: Snapshot, directory: RunDirecto
     """Return the files of this node that belong to a point, and how many of their first bytes do."""
     wanted = {METRICS: point.metrics_bytes, LEDGER: point.step * LEDGER_RECORD.size}
     sizes: dict[str, int] = {}
-    for name in (RESTARTS, STATUS, TRACKERS, RECORD, *list_orders(directory.path), *wanted):
+    for name in (*SHARED, *list_orders(directory.path)):
         path = directory.path / name
         size = path.stat().st_size if path.exists() else 0
         if 0 < wanted.get(name, size) <= size:
@@ -163,7 +206,7 @@ def _append_chunk(name: str, data: bytes, directory: RunDirectory) -> None:
 
 def _adopt(names: Sequence[str], snapshot: Snapshot, directory: RunDirectory) -> None:
     """Move the files from the inbox to the run's directory, the snapshot last, because it makes the copy complete."""
-    directory.check_still_ours()
+    directory.check()
     for name in names:
         if not name.startswith(SNAPSHOTS):
             path = directory.path / name

@@ -3,100 +3,41 @@
 All of samestep above this package uses a `Location`; docs/dev/run_location.md describes it.
 """
 
-import errno
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from samestep.config import RunConfig, is_url
 from samestep.errors import KINDS, Error, InvalidValue, NotHealed, RunDirectoryError, name_kind
 from samestep.launch.rank_reports import start_log
+from samestep.snapshot.async_copy import SnapshotOrder, TrainingState
 from samestep.snapshot.continued_run import continue_run
-from samestep.snapshot.inspection import SnapshotOrder, TrainingState
+from samestep.snapshot.copies import Copies, find_writers, warn
 from samestep.snapshot.logs import Heal, KeptLogs
-from samestep.snapshot.manifest import Extents, find_damage
-from samestep.snapshot.resume_point import CopyContent, ResumePoint, choose
+from samestep.snapshot.manifest import Extents, Snapshot, find_damage
+from samestep.snapshot.mirror import Mirror
 from samestep.snapshot.run_directory import RunDirectory
-from samestep.snapshot.run_record import StartOptions
+from samestep.snapshot.run_record import CopyContent, ResumePoint, StartOptions, choose
 from samestep.snapshot.serialization import SavedState
-from samestep.snapshot.shared_directory import find_unused, find_writers, holds_files
-from samestep.snapshot.store import SavedRun, Snapshot, Store
-from samestep.watch.records import LOGS
+from samestep.snapshot.store import SavedRun, Store
+from samestep.watch.records import LOCK, LOGS
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 
-if TYPE_CHECKING:
-    from samestep.snapshot.copies import Copies
-    from samestep.snapshot.mirror import Mirror
-
 T = TypeVar("T")
-
-
-def open_location(config: RunConfig, group: Group, say: Callable[[str], None], *, keeps: bool = False) -> "Location":
-    """Open the location that the configuration names. All ranks call it.
-
-    Args:
-        config: `run_dir`, `local_dir`, `fresh`, `keep_last` and the run's identity.
-        say: prints a message, on rank 0.
-        keeps: as for `Location`.
-
-    Raises:
-        Error: the location cannot be used, or has another run. It is closed then.
-    """
-    if config.continue_from is not None and not isinstance(config.run_dir, Path):
-        raise InvalidValue(
-            "--continue-from begins a run in a directory: set run_dir to a new one, not to None or a URL", code="SS104"
-        )
-    if config.run_dir is None:
-        return Location(group, config, say)
-    if isinstance(config.run_dir, str):
-        mirror, url, named = _join_mirror(config.run_dir, config, group, say)
-    else:
-        mirror, url, named = None, "", config.run_dir
-    named, writer_of = find_writers(group, named)
-    writers = sorted({*writer_of.values()})
-    if config.fresh and not url:
-        beside = named if named.name else named.absolute()  # "." has no name
-
-        def is_used(path: str) -> bool:
-            return any(group.each(partial(holds_files, Path(path)), on=writers))
-
-        named = Path(find_unused(str(beside), is_used))
-    return Location(group, config, say, named=named, writers=writers, mirror=mirror, url=url, keeps=keeps)
-
-
-def _join_mirror(
-    wanted: str, config: RunConfig, group: Group, say: Callable[[str], None]
-) -> "tuple[Mirror | None, str, Path]":
-    """Return the mirror of a run at a URL (on rank 0), its URL, and the working copy's directory on rank 0's node."""
-    from samestep.snapshot.mirror import Mirror
-
-    opened: list[Mirror] = []
-
-    def join() -> tuple[str, str]:
-        url = wanted
-        if config.fresh:
-            url = find_unused(wanted.rstrip("/"), lambda each: not Mirror(each).is_empty())
-        opened.append(Mirror(url, say))
-        path = opened[0].join(config.local_dir)
-        say(f"the working copy of {opened[0].url} is {path}")
-        return opened[0].url, str(path)
-
-    url, path = group.once(join)
-    return opened[0] if opened else None, url, Path(path)
 
 
 class Location:
     """The location of a run: a directory, of which each machine may keep a copy, and which a URL may mirror; or none.
 
     A run without a directory stores nothing and resumes nothing. The calls in the order of a run; all ranks make those
-    without a comment together::
+    without a comment together, the constructor included::
 
         point = location.find_resume_point(resume, numbers)
         if not point.is_beginning:
@@ -111,12 +52,8 @@ class Location:
         location.close()                                      # each rank
 
     Args:
-        config: `keep_last`, `local_dir`, `shard` and the run's identity.
+        config: the directory or URL, and the run's identity.
         say: prints a message, on rank 0.
-        named: the directory as the user gave it; None without one.
-        writers: the ranks that write it: rank 0, or one for each disk.
-        mirror: of a run at a URL, on rank 0.
-        url: of a run at a URL.
         keeps: whether ranks that do not write keep what they need to take the place of rank 0.
 
     Attributes:
@@ -132,48 +69,73 @@ class Location:
         logs: the directory for the logs of this start's ranks, `<rank>.log`; None before `begin`.
 
     Raises:
-        Error: the directory cannot be used, or holds another run. It is closed then.
+        Error: the directory or the URL cannot be used, or holds another run. It is closed then.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        config: RunConfig,
-        say: Callable[[str], None],
-        *,
-        named: Path | None = None,
-        writers: Sequence[int] = (0,),
-        mirror: "Mirror | None" = None,
-        url: str = "",
-        keeps: bool = False,
-    ) -> None:
-        self.named = named
-        self.path = None if named is None else named.absolute()  # the script may change the working directory
-        self.shown = url or str(named)
+    def __init__(self, config: RunConfig, group: Group, say: Callable[[str], None], *, keeps: bool = False) -> None:
+        if config.continue_from is not None and not isinstance(config.run_dir, Path):
+            raise InvalidValue(
+                "--continue-from begins a run in a directory: set run_dir to a new one, not to None or a URL",
+                code="SS104",
+            )
+        self.group = group
+        self._config = config
+        self._say = self.warn = say
         self.directory: RunDirectory | None = None
         self.logs: Path | None = None
-        self.is_replicated = len(writers) > 1
-        self.is_divided = named is not None and config.shard is not None and group.world_size > 1 and len(writers) == 1
-        self.kept = KeptLogs() if keeps and named is not None and group.rank and len(writers) == 1 else None
-        self.group = group
-        self._say = self.warn = say
-        self._config = config
-        self._writers = writers
-        self._mirror = mirror
-        self._rewinds: Sequence[int] = ()
+        self._mirror: Mirror | None = None  # on rank 0
         self._copies: Copies | None = None
+        self._rewinds: Sequence[int] = ()
+        self._writers: Sequence[int] = (0,)  # the ranks that write: rank 0, or one for each disk
+        self.named = config.run_dir if isinstance(config.run_dir, Path) else None
+        self.shown = str(config.run_dir)
+        if isinstance(config.run_dir, str):
+            self.shown, self.named = self._join_mirror(config.run_dir)
+        if self.named is not None:
+            self.named, writer_of = find_writers(group, self.named)
+            self._writers = sorted({*writer_of.values()})
+        if config.fresh and isinstance(config.run_dir, Path):
+            self.named = self._find_unused(config.run_dir)
+            self.shown = str(self.named)
+        self.path = None if self.named is None else self.named.absolute()  # the script may change the working directory
+        self.is_replicated = len(self._writers) > 1
+        has_shared = self.path is not None and not self.is_replicated
+        self.is_divided = has_shared and config.shard is not None and group.world_size > 1
+        self.kept = KeptLogs() if has_shared and keeps and group.rank else None
         if self.is_replicated:
-            from samestep.snapshot import copies
-
-            self._copies = copies.Copies(group, writers, self._each_directory)
-            self.warn = say if group.rank == 0 else copies.warn
-            say(f"{named} is not shared by all nodes: {len(writers)} of them keep a copy of the run each")
-        if named is not None:
+            self._copies = Copies(group, self._writers, self._each_directory)
+            self.warn = say if group.rank == 0 else warn
+            say(f"{self.named} is not shared by all nodes: {len(self._writers)} of them keep a copy of the run each")
+        if self.named is not None:
             try:
                 self._each(self._open_directory)
             except Error:
                 self.close()
                 raise
+
+    def _join_mirror(self, wanted: str) -> tuple[str, Path]:
+        """Join the run at a URL, on rank 0. Return its URL and the directory of its working copy there."""
+
+        def join() -> tuple[str, str]:
+            url = wanted.rstrip("/")
+            if self._config.fresh:
+                url = next(each for each in _list_names(url) if Mirror(each).is_empty())
+            self._mirror = Mirror(url, self._say)
+            path = self._mirror.join(self._config.local_dir)
+            self._say(f"the working copy of {url} is {path}")
+            return url, str(path)
+
+        url, path = self.group.once(join)
+        return url, Path(path)
+
+    def _find_unused(self, wanted: Path) -> Path:
+        """Return the first of x, x-2, x-3 ... that has no files on any node."""
+        named = wanted if wanted.name else wanted.absolute()  # "." has no name
+
+        def is_used(path: Path) -> bool:
+            return any(self.group.each(partial(_holds_files, path), on=self._writers))
+
+        return next(each for each in map(Path, _list_names(str(named))) if not is_used(each))
 
     def _open_directory(self) -> None:
         assert self.named is not None
@@ -210,7 +172,10 @@ class Location:
             try:
                 return fn()
             except OSError as error:
-                raise explain_unwritable(f"the run directory {self.named}{host}", error) from None
+                raise RunDirectoryError(
+                    f"the run directory {self.named}{host} cannot be written ({error}): fix that, or name another one",
+                    code="SS401",
+                ) from None
             except Error as error:
                 if not host:
                     raise
@@ -367,10 +332,8 @@ class Location:
                 draft, own, order.structure, step=order.step, name=name, meta=order.meta, num_parts=num_parts
             )
         try:
-            self.directory.prune(self._config.keep_last)
-        except Error:
-            raise
-        except Exception as error:
+            self.directory.store.prune(self._config.keep_last)
+        except OSError as error:
             self.warn(f"old snapshots could not be removed ({error}): the run continues")
         problem = "" if order.is_last else self._push()  # `end` uploads the last one
         if problem:
@@ -420,8 +383,6 @@ class Location:
             self.directory = RunDirectory(self.path, warn=self.warn)  # the script may have changed the directory
             self.directory.continue_start(int(self.logs.name), self.kept, steps_done, is_in_loop=is_in_loop)
             if is_url(self.shown):
-                from samestep.snapshot.mirror import Mirror
-
                 self._mirror = Mirror(self.shown, self.warn)
                 self._mirror.join(self._config.local_dir)
                 self._mirror.take()
@@ -441,25 +402,29 @@ class Location:
             The end of a message about the newest snapshot if it is not everywhere; "" otherwise.
         """
         if self._copies is not None:
-            with suppress(OSError):  # `RunDirectory.find_lost` reports it
+            with suppress(OSError):  # `RunDirectory.complete_logs` reports it
                 self._copies.share(self.directory)  # the last rows
         return self._push()
 
     def close(self) -> bool:
         """Release the files of this rank. Return False if a later run of this process has taken them over before."""
-        was_open = self.path is not None and (self.directory is None or self.directory.is_open)
+        was_open = self.path is not None
         if self.directory is not None:
-            self.directory.close()
+            was_open = self.directory.close()
             self.directory = None
         return was_open
 
 
-def explain_unwritable(directory: str, error: OSError) -> RunDirectoryError:
-    """Return the error for a directory, such as "the run directory runs/a", that cannot be written."""
-    reason = error.strerror or str(error)
-    advice = "make room"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        advice = "fix that"
-        name = os.path.basename(error.filename or "")
-        reason = reason if name in reason else f"{name}: {reason}"
-    return RunDirectoryError(f"{directory} cannot be written ({reason}): {advice}, or name another one", code="SS401")
+def _list_names(name: str) -> Iterator[str]:
+    """Yield x, x-2, x-3 ..."""
+    return chain([name], (f"{name}-{number}" for number in count(2)))
+
+
+def _holds_files(directory: Path) -> bool:
+    """Return whether a directory exists, and holds more than a lock. Raises RunDirectoryError."""
+    try:
+        return directory.exists() and any(each.name != LOCK for each in directory.iterdir())
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{directory} cannot be read ({error.strerror}): name another directory", code="SS401"
+        ) from None

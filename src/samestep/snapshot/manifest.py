@@ -1,13 +1,14 @@
-"""The manifest of a snapshot: written last, read first, with checksums of every byte of the other files."""
+"""A snapshot's directory and manifest: written last, read first, with checksums of every byte of the other files."""
 
 import json
 import os
 import platform
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -153,6 +154,86 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if STATE not in self.files:
             raise ValueError(f"there is no {STATE}")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot's directory, which may be damaged.
+
+    Attributes:
+        step: number of completed steps.
+        name: None for a numbered one.
+        manifest: {} if it cannot be read.
+        problem: damage that the manifest and the files' sizes show; None if there is none.
+    """
+
+    path: Path
+    step: int
+    name: str | None
+    manifest: Mapping[str, Any]
+    problem: str | None
+
+    @classmethod
+    def from_manifest(cls, path: Path, manifest: Mapping[str, Any], problem: str | None) -> "Snapshot":
+        """Return the snapshot in a directory, whose name matches `DIRECTORY`."""
+        match = DIRECTORY.fullmatch(path.name)
+        assert match is not None
+        step = int(match[2])
+        if (found := manifest.get("step", step)) != step:
+            problem = f"{MANIFEST} is of step {found}"
+        return cls(path, step, match[1], manifest, problem)
+
+    @property
+    def age(self) -> tuple[int, bool, str]:
+        """Return a sort key, the oldest snapshot first. Among snapshots of one step, the numbered one is the newest."""
+        return self.step, self.name is None, self.path.name
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size of the files; 0 if the manifest cannot be read."""
+        return sum(measure(extents) for extents in self.manifest.get("files", {}).values())
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether each rank has written a file of its own."""
+        return len(list_tensor_files(self.manifest.get("files", {}))) > 1
+
+    def is_same(self, other: "Snapshot") -> bool:
+        """Return whether a snapshot in another copy of the run has the same name and content."""
+        if not self.manifest or not other.manifest or self.path.name != other.path.name:
+            return False
+        keys = ("digest" if self.manifest["digest"] else "files", "step", "meta")
+        return all(self.manifest[key] == other.manifest[key] for key in keys)
+
+    def matches(self, which: int | str) -> bool:
+        """Return whether the snapshot matches a request: "latest", a number of completed steps, or a name."""
+        return which in ("latest", self.name, self.step)
+
+    def was_left(self, rewinds: Sequence[int]) -> bool:
+        """Return whether the run has since gone back to an earlier step. `rewinds`: as in `run.json`."""
+        if not self.manifest:
+            return False
+        return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
+
+
+def name_directory(step: int, name: str | None) -> str:
+    """Return the name of a snapshot's directory."""
+    return f"step-{step:08d}" if name is None else f"{name}.step-{step:08d}"
+
+
+def list_outdated(snapshots: Collection[Snapshot], keep: int) -> list[Snapshot]:
+    """Return the snapshots that are older than the newest undamaged one of their name.
+
+    Args:
+        keep: number of undamaged snapshots without a name that are kept.
+    """
+    outdated = []
+    for name in {each.name for each in snapshots}:
+        same = [each for each in snapshots if each.name == name]
+        sound = sorted(each.step for each in same if each.problem is None)
+        oldest_kept = min(sound[-keep:] if name is None else sound[-1:], default=0)
+        outdated += [each for each in same if each.step < oldest_kept]
+    return outdated
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num_ranks: int = 1) -> str | None:

@@ -21,12 +21,12 @@ from samestep.errors import Error, RunDirectoryError, needing
 from samestep.files import MAX_BYTES, open_regular, read_bytes, replace_file
 from samestep.hashing import hash_bytes
 from samestep.snapshot.lock import build_token, explain_takeover
-from samestep.snapshot.manifest import DIRECTORY, MANIFEST, find_wrong_size, parse_manifest
+from samestep.snapshot.manifest import DIRECTORY, MANIFEST, Snapshot, find_wrong_size, list_outdated, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Snapshot, Store, list_outdated
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Store
 from samestep.watch.records import LOCK, RECORD, SHARED
-from samestep.world.environment import advise, read_cache_dir, read_host
+from samestep.world.environment import read_cache_dir, read_host
 from samestep.world.forking import at_rest
 
 P = ParamSpec("P")
@@ -120,11 +120,9 @@ class Mirror:
     def download(self, directory: Path) -> None:
         """Download the files of a run besides its snapshots, without one that does not exist. Raises OSError, too.
 
-        `run.json` stays as it is if the directory has one.
+        `pull_record` downloads `run.json`.
         """
-        for name in (*SHARED, *self._list_orders()):
-            if name == RECORD and (directory / name).exists():
-                continue
+        for name in (*SHARED[1:], *self._list_orders()):
             if (content := self.read(name)) is not None:
                 (directory / name).parent.mkdir(exist_ok=True)
                 replace_file(directory / name, content)
@@ -215,7 +213,7 @@ class Mirror:
                     f"{self.url} holds snapshots but no {RECORD}: name another run directory", code="SS407"
                 )
             return []
-        record = parse_run_record(text, self.url, f"repair it, or start with {advise(fresh=True)}")
+        record = parse_run_record(text, self.url)
         if not directory.record:
             replace_file(directory.path / RECORD, text)
             directory.read_record()
@@ -321,13 +319,11 @@ class Mirror:
         # Named ones first: a script that resumes from the numbered one would not request them again.
         for own in sorted(newest.values(), key=lambda each: each.name is None):
             before = there.get(own.path.name)
-            if before is not None:
-                if before.problem is None and own.is_same(before):
-                    continue
+            if before is None or before.problem is not None or not own.is_same(before):
                 self._remove(own.path.name)
-            self._push_snapshot(own)
-            there[own.path.name] = own
-        for each in list_outdated(sorted(there.values(), key=lambda each: each.age), keep):
+                self._push_snapshot(own)
+                there[own.path.name] = own
+        for each in list_outdated(there.values(), keep):
             self._remove(each.path.name)
 
     @_requests

@@ -9,11 +9,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from samestep.console import format_count
 from samestep.data.order_files import ORDERS
 from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import open_regular, replace_file, sync_directory
@@ -21,9 +23,9 @@ from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry
 from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.logs import AppendLog, Heal, KeptLogs, StepRecords, count_records, format_row
-from samestep.snapshot.resume_point import CopyContent, ResumePoint
-from samestep.snapshot.run_record import StartOptions, build_record, find_different, read_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Snapshot, Store
+from samestep.snapshot.manifest import Snapshot
+from samestep.snapshot.run_record import CopyContent, ResumePoint, StartOptions, build_record, find_different, read_run
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Store
 from samestep.watch.records import (
     HEALS,
     LEDGER,
@@ -63,7 +65,7 @@ class RunDirectory(StepRecords):
         path: the absolute path.
         record: the content of `run.json`; {} if there is none.
         store: the run's snapshots.
-        lost: see `find_lost`.
+        lost: a message about rows and records that could not be written; "" if all are in their files.
 
     Raises:
         RunDirectoryError: another process has locked the directory, or it contains other files.
@@ -78,7 +80,6 @@ class RunDirectory(StepRecords):
         self._lock: Lock | None = None
         self._logs: tuple[AppendLog, AppendLog] | None = None  # metrics and ledger
         self._early_rows: list[Mapping[str, Any]] = []
-        self._is_begun = False
         self._lost_steps = 0
         self._start = 0  # number of this start, once its logs have begun
         self.record: dict[str, Any] = {}
@@ -114,7 +115,7 @@ class RunDirectory(StepRecords):
 
     def read_record(self) -> None:
         """Read `run.json`. Raises Error."""
-        self.record = read_record(self.path, self.path, f"repair it, or start with {advise(fresh=True)}")
+        self.record = read_run(self.path, self.path)
 
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Compare numbers with those of the run in the directory, if both are known.
@@ -134,19 +135,16 @@ class RunDirectory(StepRecords):
         replace_file(self.path / RECORD, json.dumps(record, indent=2, allow_nan=False).encode(), sync=True)
         self.record = record
 
-    def check_still_ours(self) -> None:
-        """Raise Error if another process, or a later run of this process, has taken the run over."""
-        self._get_lock().check()
-
-    def _check_begun(self) -> None:
-        """Check before a write that only a run's record gives a meaning: a start refuses a snapshot without one.
+    def check(self) -> None:
+        """Check that this process still writes the run, before it replaces anything in the directory.
 
         Raises:
-            RunDirectoryError: another process has taken the run over.
-            OSError: the record was removed, and perhaps all files of the directory.
+            RunDirectoryError: another process, or a later run of this process, has taken the run over.
+            OSError: the run's record was removed since `begin`, and perhaps all files of the directory.
         """
-        self.check_still_ours()
-        (self.path / RECORD).stat()
+        self._get_lock().check()
+        if self._logs is not None:
+            (self.path / RECORD).stat()  # a start refuses a snapshot without it
 
     def _get_lock(self) -> Lock:
         if self._lock is None:
@@ -174,25 +172,19 @@ class RunDirectory(StepRecords):
         Raises:
             RunDirectoryError: there are snapshots and `resume` is None.
         """
-        found = None
-        failure: Error | None = None
-        if resume is not None:
-            try:
-                found = self.store.find(resume, warn=self._warn, checks_parts=checks_parts)
-            except Error as error:
-                failure = error
-        known = [*self.store.snapshots(), *self.store.remote]
-        if resume is None and known:
+        steps = [each.step for each in (*self.store.snapshots(), *self.store.remote)]
+        if resume is None and steps:
             ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
             raise RunDirectoryError(
                 f"{self.named} already has snapshots and resume is never: start with {ways}", code="SS406"
             )
-        return CopyContent(
-            found=found,
-            error=failure,
-            newest_step=max((each.step for each in known), default=0),
-            num_recorded=count_records(self.path / LEDGER),
-        )
+        content = CopyContent(max(steps, default=0), count_records(self.path / LEDGER))
+        if resume is None:
+            return content
+        try:
+            return replace(content, found=self.store.find(resume, warn=self._warn, checks_parts=checks_parts))
+        except Error as error:
+            return replace(content, error=error)
 
     def _judge(self, snapshot: Snapshot) -> str:
         """Return why a snapshot belongs to another run, such as one from a restored backup; "" if it does not."""
@@ -211,12 +203,11 @@ class RunDirectory(StepRecords):
             The number of this start (0 for the first, then as in `restarts.jsonl`; it has no logs yet), and the size of
             the rows that earlier starts have written.
         """
-        record, warnings = build_record(self.record, options, step=point.step, rewinds=point.rewinds)
+        record, warnings = build_record(self.record, options, point)
         self.write_record(record)
         num_bytes = self._take_back(point)
         for warning in warnings:
             self._warn(warning)
-        self._is_begun = True
         num_starts = count_lines(self.path / RESTARTS) + bool(read_or_empty(self.path / STATUS))
         self._start = max([num_starts, *(int(path.name) + 1 for path in list_logs(self.path)[-1:])])
         return self._start, num_bytes
@@ -227,18 +218,14 @@ class RunDirectory(StepRecords):
         Returns:
             The size of the rows that are left.
         """
-        lock = self._get_lock()
         step = point.step
         later = [other for other in self.store.snapshots() if not point.is_beginning and other.step > step]
         self.store.abandon(later)  # before rows are cut: after a crash in between, the newest one left is whole
         if later:
-            plural = "s" if len(later) > 1 else ""
-            self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / ABANDONED}")
-        rows = self.path / METRICS
-        records = self.path / LEDGER
-        if lock.was_elsewhere:
-            for path in (rows, records):
-                detach(path)
+            self._warn(f"{format_count(len(later), 'snapshot')} after step {step} went to {self.named / ABANDONED}")
+        if self._get_lock().was_elsewhere:
+            for name in (METRICS, LEDGER):
+                detach(self.path / name)
         status = read_or_empty(self.path / STATUS)
         if "steps" in status:  # those in the ledger, which is about to be cut
             with suppress(OSError):
@@ -246,9 +233,9 @@ class RunDirectory(StepRecords):
         metrics, ledger = self._open_logs()
         num_recorded = max(ledger.flush() // LEDGER_RECORD.size, point.num_recorded)
         self._lost_steps = max(num_recorded - step, 0)
-        for path, log, size in ((rows, metrics, point.metrics_bytes), (records, ledger, step * LEDGER_RECORD.size)):
+        for log, size in ((metrics, point.metrics_bytes), (ledger, step * LEDGER_RECORD.size)):
             if not log.cut(size):
-                self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
+                self._warn(f"{log.path} is shorter than when step {step} was saved: a part of it is missing")
         num_bytes = metrics.flush()
         for row in self._early_rows if point.is_beginning else ():
             metrics.append(format_row(row))
@@ -278,7 +265,6 @@ class RunDirectory(StepRecords):
         self._start = start
         for heal in kept.heals:
             self.write_heal(heal)
-        self._is_begun = True
         if is_in_loop:
             self.write_status("running", "")  # of this process
 
@@ -329,14 +315,13 @@ class RunDirectory(StepRecords):
             end: of a loop that has ended: `steps`, the number of records that the ledger should have, and `measured`,
                 which stays as it was if this start made no step.
         """
-        if self._lock is None or not self._is_begun:
+        if self._logs is None:
             return
-        now: dict[str, Any]
-        now = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
-        now |= {"start": self._start, "lost": self.lost}
+        process = {"host": read_host(), "process": os.getpid(), "start": self._start}
+        now = {"status": status, "reason": reason, "time": _now(), **process, "lost": self.lost}
         now |= {name: value for name, value in (end or {}).items() if value}
         with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over
-            self._check_begun()
+            self.check()
             self._overwrite_status(read_or_empty(self.path / STATUS) | now)
 
     def _overwrite_status(self, record: Mapping[str, Any]) -> None:
@@ -373,11 +358,12 @@ class RunDirectory(StepRecords):
     def _record(self, entry: Entry) -> None:
         self._get_logs()[1].append(entry.pack())
 
-    def find_lost(self) -> str:
-        """Return a message about rows and records that cannot be written; "" if all are in their files."""
+    def complete_logs(self) -> None:
+        """Write all pending rows and records. If that fails, set `lost`, and warn the first time."""
         if self._logs is None:
-            return ""
+            return
         self.record_last()
+        before = self.lost
         problem = self.lost = ""
         for log in self._logs:
             try:
@@ -388,7 +374,8 @@ class RunDirectory(StepRecords):
             self.lost = f"{self.named} could not be written ({problem}): the end of {METRICS} or {LEDGER} is lost"
         elif not (self.path / LEDGER).exists():
             self.lost = f"{self.named} was removed during the run: nothing of what the run wrote there is left"
-        return self.lost
+        if self.lost and not before:
+            self._warn(self.lost)
 
     # --- snapshots --------------------------------------------------------------------------------------------
 
@@ -404,7 +391,7 @@ class RunDirectory(StepRecords):
             OSError: the disk is full or gone.
         """
         metrics, ledger = self._get_logs()
-        self._check_begun()
+        self.check()
         self.record_last()
         ledger.flush()
         metrics_bytes = metrics.flush()
@@ -427,12 +414,7 @@ class RunDirectory(StepRecords):
         """
         for log in self._get_logs():
             log.sync()
-        self._check_begun()
-
-    def prune(self, keep: int) -> None:
-        """Remove the oldest numbered snapshots above `keep`. Errors as for `save`."""
-        self.check_still_ours()
-        self.store.prune(keep)
+        self.check()
 
     def explain_failure(self, step: int, error: Exception) -> str:
         """Return a message about a snapshot that could not be written."""
@@ -447,25 +429,21 @@ class RunDirectory(StepRecords):
         """Call `fn` at the start of `close`, also if a later run in the same process closes this one."""
         self._before_close = fn
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether neither this run nor a later one has closed it."""
-        return self._lock is not None
-
-    def close(self) -> None:
-        """Release the directory. A second call does nothing."""
+    def close(self) -> bool:
+        """Release the directory. Return False if it was closed before."""
         self._before_close()
-        if self._is_begun and not self.lost and self.find_lost():
-            self._warn(self.lost)
+        self.complete_logs()
         logs = self._logs
         self._logs = None
         for log in logs or ():
             with suppress(OSError):  # already warned about
                 log.close()
-        if self._lock is not None:
-            self._lock.forget()
-            self._lock = None
-            _open.pop(self._key, None)
+        if self._lock is None:
+            return False
+        self._lock.forget()
+        self._lock = None
+        _open.pop(self._key, None)
+        return True
 
 
 def _describe_end(status: Mapping[str, Any]) -> str:

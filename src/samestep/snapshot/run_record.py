@@ -1,15 +1,19 @@
-"""`run.json`: the identity of the run in a directory, and the changes by its starts."""
+"""`run.json`: the identity of the run in a directory, and its changes by each start; and where a start continues."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.console import hide_secrets
+from samestep.config import is_url
+from samestep.console import hide_secrets, say
 from samestep.decoding import as_json
-from samestep.errors import RunDirectoryError
+from samestep.errors import Error, RunDirectoryError, explain
 from samestep.files import read_bytes
+from samestep.snapshot.manifest import Snapshot
+from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.version import __version__
 from samestep.watch.records import RECORD, parse_record
 
@@ -44,34 +48,130 @@ class StartOptions:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_record(run_dir: Path, called: object, remedy: str = "repair it") -> dict[str, Any]:
-    """Read `run.json`.
+@dataclass(frozen=True)
+class ResumePoint:
+    """The point at which a run begins or continues, the same on all ranks.
+
+    Attributes:
+        step: number of completed steps.
+        meta: the `meta` in the snapshot's manifest; None if the run begins.
+        snapshot: for `Location.open`; None if the run begins.
+        rewinds: the steps to which the run has gone back although there were later snapshots. If this start goes back,
+            its step is the last of them.
+        num_recorded: number of steps in the ledger before this start, in the copy that has most. Those after `step` are
+            lost.
+    """
+
+    step: int = 0
+    meta: Mapping[str, Any] | None = None
+    snapshot: Snapshot | None = None
+    rewinds: Sequence[int] = ()
+    num_recorded: int = 0
+
+    @property
+    def is_beginning(self) -> bool:
+        """Return whether the run begins, because nothing is saved. A snapshot can also be of step 0."""
+        return self.meta is None
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Return how many bytes of the rows of metrics belong to the completed steps."""
+        return 0 if self.meta is None else self.meta["metrics_bytes"]
+
+
+@dataclass(frozen=True)
+class CopyContent:
+    """The content of one copy of a run at a start.
+
+    Attributes:
+        newest_step: the step of the newest snapshot, damaged or not; 0 if there is none.
+        num_recorded: number of steps in the ledger.
+        found: the snapshot from which the run would resume, of which every byte was checked; None if there is none.
+        error: why there is none, although there are snapshots or one was requested; None if the run may begin.
+    """
+
+    newest_step: int
+    num_recorded: int
+    found: Snapshot | None = None
+    error: Error | None = None
+
+
+def choose(contents: Sequence[CopyContent], rewinds: Sequence[int]) -> tuple[int, ResumePoint]:
+    """Choose the newest undamaged snapshot of all copies.
 
     Args:
-        called: the run's directory as the user gave it, for messages.
-        remedy: what to do about a damaged file, for the message.
+        contents: of the copies.
+        rewinds: as in `ResumePoint`, before this start.
+
+    Returns:
+        The index of the first copy that has the snapshot, and the point.
 
     Raises:
-        FileNotFoundError: there is none.
-        RunDirectoryError: it cannot be read, or a newer samestep wrote it.
+        Error: no copy has an undamaged snapshot, although one should exist.
+
+    Example::
+
+        >>> choose([CopyContent(0, 0)], [])
+        (0, ResumePoint(step=0, meta=None, snapshot=None, rewinds=[], num_recorded=0))
     """
+    steps = [-1 if each.found is None else each.found.step for each in contents]
+    source = steps.index(max(steps))
+    found = contents[source].found
+    num_recorded = max(each.num_recorded for each in contents)
+    if found is None:
+        for each in contents:
+            if each.error is not None:
+                raise each.error
+        return source, ResumePoint(rewinds=rewinds, num_recorded=num_recorded)
+    if any(each.newest_step > found.step for each in contents):
+        rewinds = [*rewinds, found.step]
+    return source, ResumePoint(found.step, found.manifest["meta"], found, rewinds, num_recorded)
+
+
+@contextmanager
+def open_run(run: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield a run's directory and its `run.json` for a tool. Raises Error if the run cannot be read."""
+    if is_url(run):
+        raise Error(f"{run} is a URL: copy the run to a directory, and name that", code="SS416")
     try:
-        text = read_bytes(run_dir / RECORD)
-    except FileNotFoundError:
+        yield Path(run), read_run(Path(run), run)
+    except BrokenPipeError:  # the reader of the output has closed it
         raise
+    except OSError as error:
+        known = explain(error)
+        if known is not None and known.code == "SS113":  # from writing the output, or temporary files
+            raise
+        where = f"{error.filename or run} cannot be read ({error.strerror})"
+        raise Error(f"{where}: fix that, or name another one", code="SS416") from None
+
+
+def read_run(run: Path, called: object) -> dict[str, Any]:
+    """Read a run's `run.json`. `called`: the run as the user gave it. Raises Error."""
+    if not run.is_dir():
+        raise Error(f"there is no directory {called}: name a run's directory", code="SS415")
+    try:
+        text = read_bytes(run / RECORD)
+    except FileNotFoundError:
+        raise Error(
+            f"{called} is no run's directory, it has no {RECORD}: name the directory that holds {SNAPSHOTS}/",
+            code="SS415",
+        ) from None
     except OSError as error:
         raise RunDirectoryError(
             f"{called}/{RECORD} cannot be read ({error.strerror}): repair it", code="SS408"
         ) from None
-    return parse_run_record(text, called, remedy)
+    return parse_run_record(text, called)
 
 
-def parse_run_record(text: bytes, called: object, remedy: str = "repair it") -> dict[str, Any]:
-    """Parse the content of `run.json`. Arguments and errors as for `read_record`."""
+def parse_run_record(text: bytes, called: object) -> dict[str, Any]:
+    """Parse the content of `run.json`. Arguments and errors as for `read_run`."""
     try:
         record = parse_record(RECORD, text)
     except ValueError as error:
-        raise RunDirectoryError(f"{called}/{RECORD} cannot be read as JSON ({error}): {remedy}", code="SS408") from None
+        raise RunDirectoryError(
+            f"{called}/{RECORD} cannot be read as JSON ({error}): repair it, or name another run directory",
+            code="SS408",
+        ) from None
     if record.get("format") != FORMAT:
         raise RunDirectoryError(
             f"{called}/{RECORD} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep",
@@ -80,15 +180,24 @@ def parse_run_record(text: bytes, called: object, remedy: str = "repair it") -> 
     return record
 
 
+def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
+    """Find the snapshot that a tool shows or reads, see `Store.find`. `called`: the run as the user gave it.
+
+    Raises Error if there is none.
+    """
+    snapshot = store.find(which, warn=say)
+    if snapshot is None:
+        raise Error(f"{called} has no snapshot yet", code="SS411")
+    return snapshot
+
+
 def build_record(
-    before: Mapping[str, Any], options: StartOptions, *, step: int, rewinds: Sequence[int]
+    before: Mapping[str, Any], options: StartOptions, point: ResumePoint
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the record of a start, and warnings about what changed since the run began.
+    """Return the record of a start at a point, and warnings about what changed since the run began.
 
     Args:
         before: the record of the previous start; {} for the first.
-        step: number of completed steps.
-        rewinds: the steps to which the run went back although there were later snapshots.
     """
     config = as_json(dict(options.config))
     numbers, machine, samples = options.numbers, options.machine, options.samples
@@ -99,17 +208,29 @@ def build_record(
         "the data": describe_changes({"samples": before.get("samples") or samples}, {"samples": samples}),
     }
     warnings = [f"changed since the run began: {what} ({changed})" for what, changed in found.items() if changed]
-    # An override at this very step belongs to a start that this one replaces.
-    rows = [row for row in before.get("changes", []) if row["after_step"] < step + (OVERRIDE not in row["changed"])]
-    git = before.get("git") or dict(options.git)
+    git = before.get("git") or options.git
     found["git"] = describe_changes(git, options.git) if options.git else ""  # recorded without a warning
-    rows += [{"after_step": step, "changed": changed} for changed in found.values() if changed and step]
-    record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
-    record |= {"settings": dict(options.in_force), "asked": dict(options.asked), "samples": samples}
-    record |= {"config": config, "rewinds": [*rewinds], "changes": rows, "loops": before.get("loops", [])}
-    record |= {"git": git} if git else {}
-    record |= {"continues": before["continues"]} if "continues" in before else {}
-    record |= {"script": script} if (script := dict(options.script) or before.get("script")) else {}
+    # An override at this very step belongs to a start that this one replaces.
+    rows = [
+        row for row in before.get("changes", []) if row["after_step"] < point.step + (OVERRIDE not in row["changed"])
+    ]
+    rows += [{"after_step": point.step, "changed": changed} for changed in found.values() if changed and point.step]
+    record = {
+        "format": FORMAT,
+        "samestep": __version__,
+        "numbers": dict(numbers),
+        "machine": dict(machine),
+        "settings": dict(options.in_force),
+        "asked": dict(options.asked),
+        "samples": samples,
+        "config": config,
+        "rewinds": [*point.rewinds],
+        "changes": rows,
+        "loops": before.get("loops", []),
+        "git": dict(git),
+        "script": dict(options.script or before.get("script", {})),
+        "continues": before.get("continues"),
+    }
     return record, warnings
 
 
@@ -128,12 +249,9 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Describe the numbers that both runs have and that differ; "" if none do."""
-    differing = [(name, there[name], here[name]) for name in here if name in there and there[name] != here[name]]
-    return "; ".join(
-        f"{each} {_quote(was)} there, {_quote(now)} here"
-        for name, before, after in differing
-        for each, was, now in _split(name, before, after)
-    )
+    names = [name for name in here if name in there and there[name] != here[name]]
+    rows = [row for name in names for row in _split(name, there[name], here[name])]
+    return "; ".join(f"{name} {_quote(was)} there, {_quote(now)} here" for name, was, now in rows)
 
 
 def _split(name: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:

@@ -120,7 +120,7 @@ def lay_out_tensors(
     end = 0
     for name, tensor in ordered:
         start = end
-        end = end + tensor.numel() * tensor.element_size()
+        end = start + tensor.nbytes
         header[name] = {
             "dtype": _CODES[_name_dtype(tensor.dtype)],
             "shape": list(tensor.shape),

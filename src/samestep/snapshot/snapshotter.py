@@ -32,8 +32,16 @@ from samestep.config import Interval
 from samestep.console import warn
 from samestep.engine.control import Saving
 from samestep.errors import Error, InvalidValue, NotHealed
-from samestep.snapshot.async_copy import Copy, Staging, WriteDetector, is_detectable, locate
-from samestep.snapshot.inspection import Inspection, SnapshotOrder, TrainingState
+from samestep.snapshot.async_copy import (
+    Copy,
+    Inspection,
+    SnapshotOrder,
+    Staging,
+    TrainingState,
+    WriteDetector,
+    is_detectable,
+    locate,
+)
 from samestep.snapshot.location import Location
 from samestep.snapshot.manifest import NAME, name_part
 from samestep.snapshot.serialization import encode
@@ -463,23 +471,22 @@ class Snapshotter:
         if self._writer is not None:
             self._writer.decide_alone()
 
-    def end(self, step: int) -> None:
-        """Complete all snapshots and logs. All ranks call this at the end of the loop, after `step` steps."""
+    def end(self, step: int) -> str:
+        """Complete all snapshots and logs. All ranks call this at the end of the loop, after `step` steps.
+
+        Returns:
+            Why the snapshot of the step could not be written; "" if it could, and on ranks that do not write.
+        """
         self.wait_until_written()
         problem = self._location.end()
-        if problem and not self.explain_unsaved(step):
-            self._unsaved = step, f"the snapshot of step {step} {problem}"
-            self._location.warn(self._unsaved[1])
-        directory = self._location.directory
-        if directory is None:
-            return
-        if directory.find_lost() and not self.explain_unsaved(step):
-            self._location.warn(directory.lost)
-
-    def explain_unsaved(self, step: int) -> str:
-        """Return why the snapshot of a step could not be written; "" if it could, and on ranks that do not write."""
-        failed, reason = self._unsaved
-        return reason if failed == step else ""
+        failed_step, reason = self._unsaved
+        if failed_step != step:
+            reason = f"the snapshot of step {step} {problem}" if problem else ""
+            if problem:
+                self._location.warn(reason)
+        if self._location.directory is not None:
+            self._location.directory.complete_logs()
+        return reason
 
     def _wait_alone(self) -> None:
         """Complete the pending snapshots without collectives, because the other ranks may be gone."""

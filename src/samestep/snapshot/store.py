@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,10 +25,12 @@ from samestep.snapshot.manifest import (
     STATE,
     Extent,
     Extents,
+    Snapshot,
     build_manifest,
     find_damage,
+    list_outdated,
     list_tensor_files,
-    measure,
+    name_directory,
     name_part,
     read_manifest,
     seal,
@@ -87,87 +88,6 @@ class SavedRun(SavedObjects):
     state: Object
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A snapshot's directory, which may be damaged.
-
-    Attributes:
-        step: number of completed steps.
-        name: None for a numbered one.
-        manifest: {} if it cannot be read.
-        problem: damage that the manifest and the files' sizes show; None if there is none.
-    """
-
-    path: Path
-    step: int
-    name: str | None
-    manifest: Mapping[str, Any]
-    problem: str | None
-
-    @classmethod
-    def from_manifest(cls, path: Path, manifest: Mapping[str, Any], problem: str | None) -> "Snapshot":
-        """Return the snapshot in a directory, whose name matches `DIRECTORY`."""
-        match = DIRECTORY.fullmatch(path.name)
-        assert match is not None
-        step = int(match[2])
-        if (found := manifest.get("step", step)) != step:
-            problem = f"{MANIFEST} is of step {found}"
-        return cls(path, step, match[1], manifest, problem)
-
-    @property
-    def age(self) -> tuple[int, bool, str]:
-        """Return a sort key, the oldest snapshot first. Among snapshots of one step, the numbered one is the newest."""
-        return self.step, self.name is None, self.path.name
-
-    @property
-    def size_bytes(self) -> int:
-        """Total size of the files; 0 if the manifest cannot be read."""
-        return sum(measure(extents) for extents in self.manifest.get("files", {}).values())
-
-    @property
-    def is_divided(self) -> bool:
-        """Return whether each rank has written a file of its own."""
-        return len(list_tensor_files(self.manifest.get("files", {}))) > 1
-
-    def is_same(self, other: "Snapshot") -> bool:
-        """Return whether a snapshot in another copy of the run has the same name and content."""
-        if not self.manifest or not other.manifest or self.path.name != other.path.name:
-            return False
-        keys = ("digest" if self.manifest["digest"] else "files", "step", "meta")
-        return all(self.manifest[key] == other.manifest[key] for key in keys)
-
-    def matches(self, which: int | str) -> bool:
-        """Return whether the snapshot matches a request: "latest", a number of completed steps, or a name."""
-        return which in ("latest", self.name, self.step)
-
-    def was_left(self, rewinds: Sequence[int]) -> bool:
-        """Return whether the run has since gone back to an earlier step. `rewinds`: as in `run.json`."""
-        if not self.manifest:
-            return False
-        return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
-
-
-def name_directory(step: int, name: str | None) -> str:
-    """Return the name of a snapshot's directory."""
-    return f"step-{step:08d}" if name is None else f"{name}.step-{step:08d}"
-
-
-def list_outdated(snapshots: Sequence[Snapshot], keep: int) -> list[Snapshot]:
-    """Return the snapshots that are older than the newest undamaged one of their name.
-
-    Args:
-        snapshots: the oldest first.
-        keep: number of undamaged snapshots without a name that are kept.
-    """
-    outdated = []
-    for name in {each.name for each in snapshots}:
-        same = [each for each in snapshots if each.name == name]
-        sound = [each.step for each in same if each.problem is None]
-        oldest_kept = min(sound[-keep:] if name is None else sound[-1:], default=0)
-        outdated += [each for each in same if each.step < oldest_kept]
-    return outdated
-
-
 class Store:
     """The snapshots under `run_dir/snapshots`. Any process may read; one at a time may write, prune and clean.
 
@@ -177,6 +97,8 @@ class Store:
         judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
 
     Attributes:
+        path: the directory of the snapshots.
+        inbox: the directory for a snapshot's files from another store, see `make_inbox` and `adopt`.
         remote: the snapshots at the run's URL, see `note_remote`.
     """
 
@@ -187,6 +109,7 @@ class Store:
         self.remote: Sequence[Snapshot] = ()
         self._url = self._remote_problem = ""
         self.path = Path(run_dir) / SNAPSHOTS
+        self.inbox = self.path / f"{_WRITING}inbox"
         self._named = Path(named or run_dir) / SNAPSHOTS
         self._problems: dict[Path, str] = {}  # of snapshots whose manifests and sizes show none
         self._has_created = False
@@ -361,11 +284,6 @@ class Store:
     def abort(self, draft: str) -> None:
         """Remove a draft."""
         shutil.rmtree(self.path / draft, ignore_errors=True)
-
-    @property
-    def inbox(self) -> Path:
-        """Return the directory for a snapshot's files from another store, see `make_inbox` and `adopt`."""
-        return self.path / f"{_WRITING}inbox"
 
     def make_inbox(self) -> None:
         """Create the inbox, empty. Raises OSError."""

@@ -142,8 +142,10 @@ def _list_tars(files: str | Path | Iterable[str | Path]) -> list[Path]:
         )
     for file in found:
         if not file.is_file():
-            what = "a directory" if file.is_dir() else "no regular file" if os.path.lexists(file) else "missing"
-            raise InvalidValue(f"the shard {file} is {what}: restore it, or leave it out of the source", code="SS310")
+            raise InvalidValue(
+                f"the shard {file} is missing or no regular file: restore it, or leave it out of the source",
+                code="SS310",
+            )
     return found
 
 

@@ -140,7 +140,7 @@ def audit_samples(
     Raises:
         Error: run.json or an order file lacks data that the audit needs.
     """
-    continues = record.get("continues", {"step": 0, "begins": []})
+    continues = record.get("continues") or {"step": 0, "begins": []}
     path = run / LEDGER
     status = read_or_empty(run / STATUS)
     num_steps = count_records(path)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from samestep.config import is_url
 from samestep.console import format_bytes
-from samestep.snapshot.shared_directory import find_writers
+from samestep.snapshot.copies import find_writers
 from samestep.tools.examination import FAIL, PASS, WARN, Context, DoctorCheck, Finding, Participants
 from samestep.torch_internals import set_timeout
 from samestep.version import __version__

@@ -12,7 +12,7 @@ from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import open_regular, replacing
 from samestep.hashing import view_bytes
-from samestep.snapshot.reading import find_snapshot, open_run, read_run
+from samestep.snapshot.run_record import find_snapshot, open_run
 from samestep.snapshot.serialization import lay_out_tensors
 from samestep.snapshot.store import SavedObjects, Store
 from samestep.tools.inspect import WHICH
@@ -38,8 +38,7 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, is_js
     """
     if file.exists():
         raise Error(f"{file} exists already: name another file, or remove it", code="SS113")
-    with open_run(run) as directory:
-        read_run(directory, run)
+    with open_run(run) as (directory, _):
         store = Store(directory)
         snapshot = find_snapshot(store, run, which)
         saved = store.open(snapshot, SavedObjects)

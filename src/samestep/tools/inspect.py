@@ -24,9 +24,9 @@ from samestep.errors import Error, explain
 from samestep.files import read_bytes
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.logs import count_records, read_records
-from samestep.snapshot.manifest import STATE, find_damage
-from samestep.snapshot.reading import find_snapshot, open_run, read_run
-from samestep.snapshot.store import Snapshot, Store
+from samestep.snapshot.manifest import STATE, Snapshot, find_damage
+from samestep.snapshot.run_record import find_snapshot, open_run
+from samestep.snapshot.store import Store
 from samestep.watch.records import (
     HEAL_COLUMNS,
     HEALS,
@@ -72,8 +72,7 @@ def run_inspect(run: str, which: int | str, check: bool, is_json: bool, digest: 
         raise Error("--digest and --samples were both given: leave out one of them", code="SS104")
     if samples and which != "latest":
         raise Error("--samples shows steps, not snapshots: leave out --snapshot", code="SS104")
-    with open_run(run) as directory:
-        record = read_run(directory, run)
+    with open_run(run) as (directory, record):
         if samples:
             from samestep.tools.audit import show_samples
 
@@ -301,8 +300,8 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
 
     Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.
     """
-    with open_run(run) as one, open_run(other) as two:
-        facts = [list_facts(read_run(one, run)), list_facts(read_run(two, other))]
+    with open_run(run) as (one, record), open_run(other) as (two, other_record):
+        facts = [list_facts(record), list_facts(other_record)]
         described = [describe_run(one), describe_run(two)]
         num_steps = min(each["steps"] for each in described)
         if not num_steps:

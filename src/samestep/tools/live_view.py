@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 
 from samestep.cli import PATH, Command, json_option, print_json
 from samestep.console import escape, format_count, format_time, print_table
-from samestep.snapshot.reading import read_run
+from samestep.snapshot.run_record import read_run
 from samestep.watch.beats import Beat
 from samestep.watch.records import (
     HEALS,

@@ -22,7 +22,7 @@ from samestep.console import describe_ranks, escape, format_bytes, format_count,
 from samestep.errors import Error
 from samestep.files import open_regular, replace_file
 from samestep.snapshot.logs import count_records
-from samestep.snapshot.reading import open_run, read_run
+from samestep.snapshot.run_record import open_run
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.inspect import POSITION, find_runs, find_sound, list_facts, list_history
 from samestep.version import __version__
@@ -61,9 +61,9 @@ def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
     found: list[RunData] = []
     for run, name in zip(named, short, strict=True):
         show_activity(f"reading {run} ...")
-        with open_run(run) as directory:
+        with open_run(run) as (directory, record):
             shown = name if short.count(name) == 1 else run
-            found.append(read_run_data(directory, shown, read_run(directory, run)))
+            found.append(read_run_data(directory, shown, record))
     page = build_page(found).encode()
     try:
         replace_file(output, page)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import Error, UsageError
-from samestep.snapshot.inspection import TrainingState
+from samestep.snapshot.async_copy import TrainingState
 from samestep.torch_internals import get_local, is_sharded, read_version
 from samestep.train.context import RunContext
 from samestep.train.objects import Objects, list_params, list_tensors, strip_compiled

@@ -11,7 +11,7 @@ from samestep.engine.control import Vote
 from samestep.errors import Error, UsageError
 from samestep.launch.rank_reports import LoopState, report
 from samestep.plan.seeds import derive
-from samestep.snapshot.inspection import TrainingState
+from samestep.snapshot.async_copy import TrainingState
 from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.feed import Feed
@@ -325,9 +325,8 @@ class Loop:
         self._feed.close()
         services.watchdog.enter("saving", steps_done)
         services.metrics.complete_checksums()
-        services.snapshotter.end(steps_done)
         # On all ranks: if the launcher of one node ended with START_AGAIN, srun would return it for all nodes.
-        problems = context.group.gather(services.snapshotter.explain_unsaved(steps_done))
+        problems = context.group.gather(services.snapshotter.end(steps_done))
         if failure := next(filter(None, problems), ""):
             status = "failed"
             reason = f"{failure}; fix this, and start the same command again"

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from samestep.engine.passes import Gradients
 from samestep.errors import InvalidValue
 from samestep.plan.memory import OUTSIDE, ParamSize
-from samestep.snapshot.resume_point import ResumePoint
+from samestep.snapshot.run_record import ResumePoint
 from samestep.snapshot.serialization import SavedState
 from samestep.train import calls
 from samestep.train.context import RunContext

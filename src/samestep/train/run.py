@@ -15,7 +15,7 @@ from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
 from samestep.engine.precision import MixedPrecision
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.seeds import derive
-from samestep.snapshot.location import open_location
+from samestep.snapshot.location import Location
 from samestep.train import calls
 from samestep.train.context import RunContext, build_config
 from samestep.train.determinism import call_on_rank_0, fix_kernels, use_tf32
@@ -155,7 +155,7 @@ class Run:
         self.local_rank = environment.local_rank
         self._group = group
         self._progress = Progress(is_shown=self.rank == 0)
-        location = open_location(settings, group, self._say, keeps=environment.heals)
+        location = Location(settings, group, self._say, keeps=environment.heals)
         self.dir = location.path
         context = RunContext(
             environment,

@@ -96,8 +96,8 @@ class Watchdog(PhaseClock, Held):
         """Return whether the directory still belongs to this run: another run may have taken it over."""
         directory = self._context.location.directory
         if self._context.rank == 0 and directory is not None:
-            with suppress(Error):
-                directory.check_still_ours()
+            with suppress(Error, OSError):
+                directory.check()
                 return True
         return self._context.rank != 0
 

@@ -24,7 +24,8 @@ METRICS = "metrics.jsonl"  # one line for each logged row
 TRACKERS = "trackers.json"  # the run's id and last row at each service of a tracker
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 LOGS = "logs"  # a directory: the output of each start's ranks that are not shown
-SHARED = (RECORD, RESTARTS, HEALS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
+# What a copy holds besides orders and snapshots. A copy begins with `RECORD`.
+SHARED = (RECORD, RESTARTS, HEALS, STATUS, TRACKERS, LEDGER, METRICS)
 
 STALE_S = 30.0  # a run without news for this long counts as dead
 
@@ -36,8 +37,8 @@ MAX_ROWS_BYTES = 64 << 20
 MAX_RANKS = 1 << 16  # in a row of `HEALS`
 
 
-class _Script(Struct):
-    arguments: list[Argument]
+class _Script(Struct, frozen=True):
+    arguments: list[Argument] = []
     file: Annotated[str, Meta(pattern=r"\A(?!\.\Z)[^/]*\Z")] = ""
 
 
@@ -77,13 +78,13 @@ class _Record(Struct):
     machine: Object = {}
     config: Object = {}
     git: Object = {}
-    script: _Script | UnsetType = UNSET
+    script: _Script = _Script()
     settings: Object = {}
     asked: Object = {}
     rewinds: list[Count] = []
     loops: list[_Loop] = []
     changes: list[_Change] = []
-    continues: _Continued | UnsetType = UNSET
+    continues: _Continued | None = None
 
 
 class _Measured(Struct):

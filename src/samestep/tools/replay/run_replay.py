@@ -19,10 +19,9 @@ from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.launch.target import ScriptCommand, Target, check_target
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.logs import count_records, read_records
-from samestep.snapshot.manifest import MANIFEST, find_damage
-from samestep.snapshot.reading import open_run, read_run
-from samestep.snapshot.run_record import describe_changes
-from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
+from samestep.snapshot.manifest import MANIFEST, Snapshot, find_damage
+from samestep.snapshot.run_record import describe_changes, open_run
+from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.tools.inspect import describe_difference
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, read_lines, run_traced
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty
@@ -53,8 +52,7 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
         raise Error("replay needs the step: --step S, counted from 0", code="SS103")
     step = values["step"]
     micro_batch = values.get("micro_batch")
-    with exiting_on_sigterm(), open_workdir("replay") as scratch, open_run(run) as directory:
-        record = read_run(directory, run)
+    with exiting_on_sigterm(), open_workdir("replay") as scratch, open_run(run) as (directory, record):
         _check(run, directory, record, step)
         snapshot = _choose(Store(directory), step, record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
@@ -96,7 +94,7 @@ def _check(run: str, directory: Path, record: Mapping[str, Any], step: int) -> N
     if step > num_steps - is_done:
         which = f"steps 0 to {num_steps - 1}" if num_steps else "no steps"
         raise Error(f"the ledger of {run} has {which}: there is no step {step} to replay", code="SS709")
-    continues = record.get("continues", {"step": 0})
+    continues = record.get("continues") or {"step": 0}
     if step < continues["step"]:
         raise Error(f"step {step} of {run} was made in {continues['run']}: replay it there", code="SS709")
 
