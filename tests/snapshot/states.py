@@ -49,39 +49,18 @@ def take_rows(tensors: Mapping[str, torch.Tensor], rank: int, num_ranks: int) ->
 
 def assert_same(found: Any, expected: Any) -> None:
     """Check that all bits are equal, and that the types are those that a snapshot restores."""
-    if isinstance(expected, torch.Tensor):
-        assert type(found) is torch.Tensor
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        assert _raw(found) == _raw(expected)
-    elif isinstance(expected, np.ndarray | np.generic):
-        assert isinstance(found, np.ndarray) == isinstance(expected, np.ndarray)
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        assert found.tobytes() == expected.tobytes()
-    elif isinstance(expected, dict):
-        assert isinstance(found, Counter) == isinstance(expected, Counter)
-        assert list(map(_describe, found)) == list(map(_describe, expected))
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert type(found) is (list if isinstance(expected, list) else tuple)
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert _describe(found) == _describe(expected)
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    plain = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    plain.view(tensor.shape).copy_(tensor.detach())
-    return bytes(plain.view(torch.uint8).tolist())
+    assert _describe(found) == _describe(expected)
 
 
 def _describe(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_describe, value))
-    if type(value) is float:
-        return float, struct.pack(">d", value)
-    return type(value), value
+    if isinstance(value, torch.Tensor):
+        plain = torch.empty(value.numel(), dtype=value.dtype)
+        plain.view(value.shape).copy_(value.detach())
+        return value.dtype, value.shape, plain.view(torch.uint8).tolist()
+    if isinstance(value, np.ndarray | np.generic):
+        return isinstance(value, np.ndarray), value.dtype, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return isinstance(value, Counter), [(_describe(key), _describe(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return isinstance(value, list), [*map(_describe, value)]
+    return type(value), struct.pack(">d", value) if type(value) is float else value

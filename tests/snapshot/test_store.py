@@ -63,7 +63,7 @@ def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None
 
 
 def test_each_rank_writes_a_file(store: Store) -> None:
-    path = write_divided(store, 0.5, step=7)
+    path = write_divided(store, make_state(0.5), step=7)
     assert sorted(os.listdir(path)) == FILES
     assert os.listdir(store.path) == ["step-00000007"]
     found = find(store)
