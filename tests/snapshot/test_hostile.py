@@ -147,14 +147,8 @@ def read_here(place: Path) -> Any:
 def read_from_bucket(place: Path) -> Any:
     store = Store(place / "copy")
     store.path.parent.mkdir(exist_ok=True)
-    mirror = Mirror(f"file://{place / 'run'}", warn=lambda sentence: None)
-    mirror.pull(store, "latest")
-    store.find("latest")
-    return read_here_at(store)
-
-
-def read_here_at(store: Store) -> Any:
-    found = store.find("latest", warn=lambda sentence: pytest.fail(sentence))
+    Mirror(f"file://{place / 'run'}", warn=lambda sentence: None).pull(store, "latest")
+    found = store.find("latest", warn=pytest.fail)
     return STATE if found is None else read_snapshot(store, found, SavedRun)
 
 

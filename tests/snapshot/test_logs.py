@@ -188,23 +188,20 @@ def test_a_gap_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_recorded", [0, 1, 2])
 def test_each_death_is_recorded_once(tmp_path: Path, num_recorded: int) -> None:
     """Ranks 0 and 1 have died in turn. Rank 1 may have recorded one death, or both, before its own."""
-    heals = [Heal(4, [0], 3, 0.1), Heal(5, [2], 2, 0.1)]
     (tmp_path / "run").mkdir()
-    earlier = RunDirectory(tmp_path / "run", warn=pytest.fail)
-    for heal in heals:
-        earlier.write_heal(heal)  # of an earlier start, with the same ranks
-    kept = keep()
-    kept.heals += heals
-    dying = RunDirectory(tmp_path / "run", warn=pytest.fail)
-    dying.continue_start(1, KeptLogs(), 0, is_in_loop=False)
-    for heal in heals[:num_recorded]:
-        dying.write_heal(heal)
-    for directory in (earlier, dying):
+    heals = [Heal(4, [0], 3, 0.1), Heal(5, [2], 2, 0.1)]
+
+    def write(start: int, heals: list[Heal], seen_before: list[Heal]) -> None:
+        directory = RunDirectory(tmp_path / "run", warn=pytest.fail)
+        kept = KeptLogs()
+        kept.heals += seen_before
+        directory.continue_start(start, kept, 0, is_in_loop=False)
+        for heal in heals:
+            directory.write_heal(heal)
         directory.close()
-    directory = RunDirectory(tmp_path / "run", warn=pytest.fail)
-    directory.continue_start(1, kept, 4, is_in_loop=False)
-    directory.write_heal(Heal(6, [0, 1], 1, 0.1))  # it saw both deaths together
-    directory.close()
+
+    write(0, heals, [])  # of an earlier start, with the same ranks
+    write(1, heals[:num_recorded], [])
+    write(1, [Heal(6, [0, 1], 1, 0.1)], heals)  # it saw both deaths together
     rows = [(row["start"], row["step"], row["lost"]) for row in read_rows(tmp_path / "run" / HEALS)]
-    assert rows[:2] == [(0, 4, [0]), (0, 5, [2])]
-    assert rows[2:] == [(1, 4, [0]), (1, 5, [2]), (1, 6, [1])]
+    assert rows == [(0, 4, [0]), (0, 5, [2]), (1, 4, [0]), (1, 5, [2]), (1, 6, [1])]
