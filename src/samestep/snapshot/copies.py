@@ -55,15 +55,14 @@ def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
     try:
         names = group.gather(None if token is None else token.name)
         directories = (path, *path.parents)
-        writer = None
-        if group.rank in firsts:
-            paths = {rank: [each / names[rank] for each in directories] for rank in firsts if names[rank]}
-            writer = next((rank for rank in paths if any(map(os.path.exists, paths[rank]))), group.rank)
-        writers = group.gather(writer)
+        shared = [
+            rank for rank in firsts if names[rank] and any(os.path.exists(each / names[rank]) for each in directories)
+        ]
+        writers = group.gather(min(shared, default=group.rank))
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
-    return path, {rank: writer for rank, writer in enumerate(writers) if writer is not None}
+    return path, {rank: writers[rank] for rank in firsts}
 
 
 def _create_token(path: Path) -> Path | None:
@@ -114,19 +113,22 @@ class Copies:
             Error: a disk failed, or a file was damaged.
         """
         self._num_sent = point.metrics_bytes
-        if point.snapshot is None:
+        snapshot = point.snapshot
+        if snapshot is None:
             return
-        lacking = [each.found is None or not each.found.is_same(point.snapshot) for each in contents]
-        targets = [rank for rank, lacks in zip(self._writers, lacking, strict=True) if lacks]
+        pairs = zip(self._writers, contents, strict=True)
+        targets = [rank for rank, each in pairs if each.found is None or not each.found.is_same(snapshot)]
+        if not targets:
+            return
         sender = [self._writers[source]]
-        [sizes] = self._each(partial(_measure_files, point, point.snapshot), sender)
+        [sizes] = self._each(partial(_measure_files, point, snapshot), sender)
         try:
             self._each(lambda own: own.store.make_inbox(), targets)
-            for name, size in sizes.items() if targets else ():
+            for name, size in sizes.items():
                 for start in range(0, size, CHUNK_BYTES):
                     [chunk] = self._each(partial(_read_chunk, name, start, min(CHUNK_BYTES, size - start)), sender)
                     self._each(partial(_append_chunk, name, chunk), targets)
-            self._each(partial(_adopt, [*sizes], point.snapshot), targets)
+            self._each(partial(_adopt, [*sizes], snapshot), targets)
         finally:
             if directory is not None:
                 shutil.rmtree(directory.store.inbox, ignore_errors=True)
