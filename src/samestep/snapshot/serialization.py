@@ -15,21 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from samestep.decoding import MAX_DEPTH
 from samestep.errors import InvalidType
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes, view_bytes
 from samestep.snapshot.manifest import METADATA, Extent, Extents
+from samestep.torch_internals import get_local, is_sharded
 from samestep.world.forking import at_rest, at_work
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 KIND = "$"
 _ARRAY_KINDS = "biufcSUmM"  # NumPy's kinds of dtypes that hold no objects
@@ -60,7 +59,7 @@ _CODES = {
 MAX_LEVELS = MAX_DEPTH // 3 - 1  # of nested values: a level is at most 3 levels of JSON, which has to be readable
 
 
-def encode(state: Any, is_mine: "Callable[[Tensor], bool] | None" = None) -> tuple[Any, dict[str, "Tensor"]]:
+def encode(state: Any, is_mine: Callable[[Tensor], bool] | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Return the structure of a state as JSON, and its tensors by the names used there. Copies nothing.
 
     Tensors that share memory, shape and strides, such as tied weights, get one name.
@@ -108,7 +107,7 @@ def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
 
 
 def lay_out_tensors(
-    tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
     """Return the header of a safetensors file, and the names in the order of their bytes. Reads no values.
 
@@ -131,7 +130,7 @@ def lay_out_tensors(
     return struct.pack("<Q", len(text)) + text, [name for name, _ in ordered]
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> Extents:
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Extents:
     """Write a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
     Returns when the file is on the disk. Another thread hashes meanwhile, which takes as long as writing and syncing.
@@ -199,7 +198,7 @@ class SavedState:
         hashes = {name: hash_bytes(view_bytes(self._read(each, each.shape))) for name, each in self._outlines.items()}
         return digest_of(self._structure, hashes)
 
-    def read_rows(self, outline: "Tensor", first: int, num_rows: int) -> "Tensor":
+    def read_rows(self, outline: Tensor, first: int, num_rows: int) -> Tensor:
         """Read some rows of a tensor, given by its placeholder. Raises OSError, EOFError or ValueError."""
         shape = outline.shape[1:]
         return self._read(outline, [num_rows, *shape], first * math.prod(shape) * outline.element_size())
@@ -211,7 +210,7 @@ class SavedState:
         """
         return self._fill(value, {})
 
-    def _fill(self, value: Any, made: dict[int, "Tensor"]) -> Any:
+    def _fill(self, value: Any, made: dict[int, Tensor]) -> Any:
         if isinstance(value, dict) and not isinstance(value, Counter):
             filled = type(value)((key, self._fill(item, made)) for key, item in value.items())
             if (versions := getattr(value, "_metadata", None)) is not None:
@@ -225,18 +224,14 @@ class SavedState:
             made[id(value)] = self._read_whole(value)
         return made[id(value)]
 
-    def _read_whole(self, outline: "Tensor") -> "Tensor":
-        import torch
-
+    def _read_whole(self, outline: Tensor) -> Tensor:
         tensor = self._read(outline, outline.shape)
         if tensor.stride() == outline.stride():
             return tensor
         return torch.empty_strided(outline.shape, outline.stride(), dtype=outline.dtype).copy_(tensor)
 
-    def _read(self, outline: "Tensor", shape: Sequence[int], skip: int = 0) -> "Tensor":
+    def _read(self, outline: Tensor, shape: Sequence[int], skip: int = 0) -> Tensor:
         """Read the bytes of a tensor after the first `skip`, as many as the shape has. Reads no others."""
-        import torch
-
         tensor = torch.empty(shape, dtype=outline.dtype)
         data = view_bytes(tensor)
         for path, start, num_bytes in self._extents[self._names[id(outline)]]:
@@ -278,10 +273,8 @@ class SavedState:
                 return self._decode_array(value)[()]
         raise ValueError(f"samestep does not write {value}")
 
-    def _outline(self, value: Mapping[str, Any]) -> "Tensor":
+    def _outline(self, value: Mapping[str, Any]) -> Tensor:
         """Return the placeholder of a tensor."""
-        import torch
-
         name = value["name"]
         if name in self._outlines:
             return self._outlines[name]
@@ -296,7 +289,7 @@ class SavedState:
         self._outlines[name] = outline
         return outline
 
-    def _decode_array(self, value: Mapping[str, Any]) -> "NDArray[Any]":
+    def _decode_array(self, value: Mapping[str, Any]) -> NDArray[Any]:
         data = view_bytes(self.fill(self._decode(value["bytes"])))
         dtype = np.dtype(value["dtype"])
         if dtype.kind not in _ARRAY_KINDS or dtype.itemsize * math.prod(value["shape"]) > len(data):
@@ -316,7 +309,7 @@ def _read_file(path: Path, start: int, data: memoryview) -> None:
 class _Encoder:
     """Encodes the values of one state. Attributes: `tensors`, those that this rank stores, by name."""
 
-    def __init__(self, is_mine: "Callable[[Tensor], bool] | None") -> None:
+    def __init__(self, is_mine: Callable[[Tensor], bool] | None) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._is_mine = is_mine
         self._named: dict[tuple[Any, ...], tuple[str, Tensor]] = {}  # by memory, which no other tensor gets meanwhile
@@ -333,10 +326,6 @@ class _Encoder:
             return value if math.isfinite(value) else {KIND: "float", "hex": struct.pack(">d", value).hex()}
         if kind is list:
             return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
-        import torch
-
-        from samestep.torch_internals import is_sharded
-
         if kind in (tuple, torch.Size):
             return {KIND: "tuple", "items": self.encode([*value], path)}
         if isinstance(value, dict):
@@ -371,12 +360,8 @@ class _Encoder:
             raise _refusal(path, f"a dict with a {type(key).__qualname__} as key")
         return self.encode(key, path)
 
-    def _encode_tensor(self, tensor: "Tensor", path: _Path) -> Any:
+    def _encode_tensor(self, tensor: Tensor, path: _Path) -> Any:
         """Return a tensor as JSON. Of a sharded tensor, the JSON has the whole shape, and the rank stores its rows."""
-        import torch
-
-        from samestep.torch_internals import get_local
-
         local = get_local(tensor).detach()
         dtype = _name_dtype(tensor.dtype)
         is_elsewhere = tensor.is_meta and self._is_mine is not None
@@ -423,21 +408,19 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
     return {key: _canonical(item, hashes) for key, item in value.items()}
 
 
-def _name_dtype(dtype: "torch.dtype") -> str:
+def _name_dtype(dtype: torch.dtype) -> str:
     """Return the name of a dtype in torch, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
-def _find_dtype(name: str) -> "torch.dtype":
+def _find_dtype(name: str) -> torch.dtype:
     """Return torch's dtype of this name. Raises ValueError if it is none."""
-    import torch
-
     if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
         raise ValueError(f"{name} is no dtype")
     return dtype
 
 
-def is_dense(tensor: "Tensor") -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill a block of memory, in some order of the dims."""
     dims = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(dims).is_contiguous()

@@ -35,12 +35,13 @@ from samestep.snapshot.manifest import (
     read_manifest,
     seal,
 )
-from samestep.snapshot.serialization import SavedState, digest_of, list_tensors, write_tensors
 from samestep.world.environment import advise
 from samestep.world.forking import at_rest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from samestep.snapshot.serialization import SavedState
 
 # directories of a run
 SNAPSHOTS = "snapshots"
@@ -191,7 +192,7 @@ class Store:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
         self._problems[snapshot.path] = problem
 
-    def open(self, snapshot: Snapshot, kind: Any = Object) -> SavedState:
+    def open(self, snapshot: Snapshot, kind: Any = Object) -> "SavedState":
         """Return the state in a snapshot that `find` returned, here or on another node, to read its tensors.
 
         Args:
@@ -200,6 +201,8 @@ class Store:
         Raises:
             RunDirectoryError: the snapshot has been damaged since.
         """
+        from samestep.snapshot.serialization import SavedState
+
         path = self.path / snapshot.path.name
         manifest, problem = read_manifest(path)
         if problem is not None:
@@ -239,6 +242,8 @@ class Store:
 
     def prepare(self, draft: str, tensors: Mapping[str, "Tensor"], rank: int = 0) -> Extents:
         """Write the part of a rank to a draft, in any thread. Raises OSError."""
+        from samestep.snapshot.serialization import write_tensors
+
         directory = self.path / draft
         with open(directory / name_part(rank), "xb", _BUFFER_BYTES, opener=open_regular) as file:
             extents = write_tensors(file, tensors)
@@ -358,6 +363,8 @@ def _check_parts(structure: Any, parts: Sequence[Extents]) -> str | None:
     Raises:
         InvalidValue: they are not.
     """
+    from samestep.snapshot.serialization import digest_of, list_tensors
+
     extents = [extent for part in parts for extent in part if extent.name != METADATA]
     sizes = Counter[str]()
     for extent in extents:

@@ -13,7 +13,6 @@ from samestep.errors import Error
 from samestep.files import open_regular, replacing
 from samestep.hashing import view_bytes
 from samestep.snapshot.run_record import find_snapshot, open_run
-from samestep.snapshot.serialization import lay_out_tensors
 from samestep.snapshot.store import SavedObjects, Store
 from samestep.tools.inspect import WHICH
 
@@ -70,6 +69,8 @@ def _write(file: Path, saved: "SavedState", outlines: Mapping[str, "Tensor"], me
         outlines: a tensor on the meta device for each name.
         metadata: for the header.
     """
+    from samestep.snapshot.serialization import lay_out_tensors
+
     try:
         header, ordered = lay_out_tensors(outlines, {"format": "pt", **metadata})
         with replacing(file, sync=True) as partial, open(partial, "xb", opener=open_regular) as opened:
