@@ -341,9 +341,9 @@ def test_read_only_disk(disk: Disk) -> None:
     disk.remount("ro")
     before = read_tree(disk.path)
     assert_refused(
-        launch("nothing", run_dir, 2), rf"{run_dir} cannot be written \(.*Read-only file system.*\): fix that, or name"
+        launch("nothing", run_dir, 2), rf"{run_dir}.* cannot be written \(Read-only file system\): fix that, or name"
     )
-    with pytest.raises(samestep.Error, match=r"cannot be written \(.*Read-only file system.*\): fix that, or name"):
+    with pytest.raises(samestep.Error, match=r"cannot be written \(Read-only file system\): fix that, or name"):
         samestep.spawn(train, 1, ("nothing", disk.path / "y" / "z"))
     assert read_tree(disk.path) == before
     disk.remount("rw")

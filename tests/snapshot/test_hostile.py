@@ -394,15 +394,15 @@ def use(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "what", "why"), [
-    ("ledger.bin", "a directory", r"Is a directory: .*ledger\.bin"),
-    ("metrics.jsonl", "a FIFO", r"No such device or address: .*metrics\.jsonl"),
-    ("ledger.bin", "a link", r"ledger\.bin is a symbolic link"),
+    ("ledger.bin", "a directory", "Is a directory"),
+    ("metrics.jsonl", "a FIFO", "No such device or address"),
+    ("ledger.bin", "a link", "ledger.bin is a symbolic link"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str, what: str, why: str) -> None:
     samestep.spawn(tiny_run, 1, (tmp_path / "run",), {"num_steps": 1})
     (tmp_path / "run" / name).unlink()
     PLANTED[what](tmp_path / "run" / name)
-    with pytest.raises(RunDirectoryError, match=rf"cannot be written \(.*{why}.*\): fix that, or name another"):
+    with pytest.raises(RunDirectoryError, match=rf"{name} cannot be written \({why}\): fix that, or name another"):
         samestep.spawn(tiny_run, 1, (tmp_path / "run",), {"num_steps": 2})
 
 
@@ -418,7 +418,7 @@ def test_a_report_is_not_written_through_a_link(place: Path) -> None:
     for name, target in (("report.html", place / "outside"), ("more.html", place / "nothing")):
         link = place / "run" / name
         link.symlink_to(target)
-        with pytest.raises(Error, match=f"{name} is a link: name a file with -o"):
+        with pytest.raises(Error, match=f"{name} is a link: name another file with -o"):
             run_report([str(place / "run"), "-o", str(link)])
         assert link.is_symlink()
     (place / "run" / ".other.html.partial").symlink_to(place / "outside")

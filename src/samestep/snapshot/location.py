@@ -173,7 +173,8 @@ class Location:
                 return fn()
             except OSError as error:
                 raise RunDirectoryError(
-                    f"the run directory {self.named}{host} cannot be written ({error}): fix that, or name another one",
+                    f"{error.filename or self.named}{host} cannot be written ({error.strerror or error}): fix that, or "
+                    "name another run directory",
                     code="SS401",
                 ) from None
             except Error as error:
