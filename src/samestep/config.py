@@ -8,11 +8,11 @@ The fields of `RunConfig` give each option its type, default, check and help tex
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from samestep.errors import InvalidType, InvalidValue
 
@@ -27,6 +27,7 @@ PREFIX = "SAMESTEP_"
 MAX_THREADS = 1 << 12
 
 Overrides = Mapping[str, Any]  # Options that were set outside the script, by name.
+Check = Callable[[str, Any], Any]
 
 _INTERVAL = re.compile(r"(\d+)\s*(?:(step|epoch)s?|(s|min|h))?")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -34,6 +35,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
+
+
+def _accept(name: str, value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Option:
     type: type
     metavar: str
     help: str
-    check: Callable[[str, Any], Any] = lambda name, value: value
+    check: Check = _accept
     is_identity: bool = False
     is_shared: bool = True
     interceptor: str = ""
@@ -143,7 +148,7 @@ def is_url(run_dir: object) -> bool:
     return isinstance(run_dir, str) and _URL.match(run_dir) is not None
 
 
-def whole(least: int, most: float = math.inf, *, optional: bool = False) -> Callable[[str, Any], Any]:
+def whole(least: int, most: float = math.inf, *, optional: bool = False) -> Check:
     """Return the check of an option that is a whole number."""
 
     def check(name: str, value: Any) -> Any:
@@ -157,7 +162,7 @@ def whole(least: int, most: float = math.inf, *, optional: bool = False) -> Call
     return check
 
 
-def choice(*values: Any) -> Callable[[str, Any], Any]:
+def choice(*values: Any) -> Check:
     """Return the check of an option that has one of some values. "none" means None, if that is one of them."""
 
     def check(name: str, value: Any) -> Any:
@@ -242,6 +247,13 @@ def _check_trackers(name: str, value: Any) -> Any:
     return tuple(value)
 
 
+def _declare(
+    kind: type, metavar: str, text: str, check: Check = _accept, *, default: Any = MISSING, **settings: Any
+) -> Any:
+    """Return a field of `RunConfig` with its `Option`."""
+    return field(default=default, metadata={"option": Option(kind, metavar, text, check, **settings)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The options of one run, checked. Built by `samestep.train.context.build_config`.
@@ -250,190 +262,140 @@ class RunConfig:
     the script only.
     """
 
-    run_dir: Annotated[
-        Path | str | None,
-        Option(
-            str,
-            "DIR",
-            "directory of the run (snapshots, metrics, ledger), or a URL such as s3://bucket/run",
-            _check_run_dir,
-            is_shared=False,
-        ),
-    ]
-    local_dir: Annotated[
-        str | None,
-        Option(
-            str,
-            "DIR",
-            "directory for the working copies of runs at URLs; default: ~/.cache/samestep/runs",
-            is_shared=False,
-        ),
-    ] = None
-    batch_size: Annotated[
-        int, Option(int, "N", "samples per optimizer step, over all ranks (not per device)", is_identity=True)
-    ]
-    micro_batch_size: Annotated[
-        int, Option(int, "N", "samples per forward and backward pass; must divide the batch size", is_identity=True)
-    ]
-    seed: Annotated[int, Option(int, "N", "seed of the run", whole(0), is_identity=True)]
-    num_threads: Annotated[
+    run_dir: Path | str | None = _declare(
+        str,
+        "DIR",
+        "directory of the run (snapshots, metrics, ledger), or a URL such as s3://bucket/run",
+        _check_run_dir,
+        is_shared=False,
+    )
+    local_dir: str | None = _declare(
+        str,
+        "DIR",
+        "directory for the working copies of runs at URLs; default: ~/.cache/samestep/runs",
+        default=None,
+        is_shared=False,
+    )
+    batch_size: int = _declare(
+        int, "N", "samples per optimizer step, over all ranks (not per device)", is_identity=True
+    )
+    micro_batch_size: int = _declare(
+        int, "N", "samples per forward and backward pass; must divide the batch size", is_identity=True
+    )
+    seed: int = _declare(int, "N", "seed of the run", whole(0), is_identity=True)
+    num_threads: int = _declare(
         int,
-        Option(
-            int,
-            "N",
-            "CPU threads per rank; in the run's identity, because it changes bits",
-            whole(1, MAX_THREADS),
-            is_identity=True,
-        ),
-    ]
-    precision: Annotated[
-        Precision,
-        Option(
-            str,
-            "P",
-            "fp32, bf16 or fp16: the type that run.autocast() uses; tf32: fp32 with TF32 kernels on a GPU",
-            choice(*get_args(Precision)),
-            is_identity=True,
-        ),
-    ]
-    shard: Annotated[
-        Shard | None,
-        Option(
-            str,
-            "S",
-            "optimizer: divide the optimizers' state among the ranks; fsdp2: also parameters and gradients; none: "
-            "every rank keeps all of it",
-            choice(*get_args(Shard), None),
-        ),
-    ]
-    exchange_dtype: Annotated[
-        ExchangeDtype | None,
-        Option(
-            str,
-            "T",
-            "bf16: round gradients and their partial sums to bfloat16, which halves the bytes of their exchange; none: "
-            "exchange them as they are",
-            choice("bf16", None),
-            is_identity=True,
-        ),
-    ]
-    device: Annotated[
-        str | None,
-        Option(
-            str,
-            "D",
-            "cpu, cuda or one GPU such as cuda:1; default: cuda if there is one",
-            _check_device,
-            is_shared=False,
-        ),
-    ]
-    backend: Annotated[
-        Literal["gloo", "nccl"] | None,
-        Option(
-            str,
-            "B",
-            "gloo: exchange gradients through host memory, so ranks can share a GPU; default: nccl on GPUs",
-            choice("gloo", "nccl", None),
-        ),
-    ] = None
-    deterministic: Annotated[
-        bool, Option(bool, "", "use deterministic kernels only, even if the script says otherwise", choice(True, False))
-    ]
-    snapshot_every: Annotated[
-        Interval | None,
-        Option(str, "E", "interval of snapshots: 10 (steps), 2epochs, 30min, or never", parse_interval),
-    ]
-    keep_last: Annotated[int, Option(int, "N", "how many numbered snapshots to keep", whole(1))]
-    resume: Annotated[
-        str | int | None,
-        Option(
-            str,
-            "R",
-            "snapshot to resume from: latest, a step, a name such as best, or never",
-            _check_resume,
-            is_shared=False,
-        ),
-    ]
-    fresh: Annotated[
+        "N",
+        "CPU threads per rank; in the run's identity, because it changes bits",
+        whole(1, MAX_THREADS),
+        is_identity=True,
+    )
+    precision: Precision = _declare(
+        str,
+        "P",
+        "fp32, bf16 or fp16: the type that run.autocast() uses; tf32: fp32 with TF32 kernels on a GPU",
+        choice(*get_args(Precision)),
+        is_identity=True,
+    )
+    shard: Shard | None = _declare(
+        str,
+        "S",
+        "optimizer: divide the optimizers' state among the ranks; fsdp2: also parameters and gradients; none: "
+        "every rank keeps all of it",
+        choice(*get_args(Shard), None),
+    )
+    exchange_dtype: ExchangeDtype | None = _declare(
+        str,
+        "T",
+        "bf16: round gradients and their partial sums to bfloat16, which halves the bytes of their exchange; none: "
+        "exchange them as they are",
+        choice("bf16", None),
+        is_identity=True,
+    )
+    device: str | None = _declare(
+        str, "D", "cpu, cuda or one GPU such as cuda:1; default: cuda if there is one", _check_device, is_shared=False
+    )
+    backend: Literal["gloo", "nccl"] | None = _declare(
+        str,
+        "B",
+        "gloo: exchange gradients through host memory, so ranks can share a GPU; default: nccl on GPUs",
+        choice("gloo", "nccl", None),
+        default=None,
+    )
+    deterministic: bool = _declare(
+        bool, "", "use deterministic kernels only, even if the script says otherwise", choice(True, False)
+    )
+    snapshot_every: Interval | None = _declare(
+        str, "E", "interval of snapshots: 10 (steps), 2epochs, 30min, or never", parse_interval
+    )
+    keep_last: int = _declare(int, "N", "how many numbered snapshots to keep", whole(1))
+    resume: str | int | None = _declare(
+        str,
+        "R",
+        "snapshot to resume from: latest, a step, a name such as best, or never",
+        _check_resume,
+        is_shared=False,
+    )
+    fresh: bool = _declare(
         bool,
-        Option(
-            bool,
-            "",
-            "start from step 0 in a new directory beside the run's directory",
-            choice(True, False),
-            is_shared=False,
-        ),
-    ] = False
-    continue_from: Annotated[
-        str | None,
-        Option(
-            str,
-            "RUN",
-            "begin a new run directory with the state of this run, for example with another batch size; RUN@400 or "
-            "RUN@best for a snapshot that is not its newest",
-            _check_source,
-            is_shared=False,
-        ),
-    ] = None
-    override: Annotated[
+        "",
+        "start from step 0 in a new directory beside the run's directory",
+        choice(True, False),
+        default=False,
+        is_shared=False,
+    )
+    continue_from: str | None = _declare(
+        str,
+        "RUN",
+        "begin a new run directory with the state of this run, for example with another batch size; RUN@400 or "
+        "RUN@best for a snapshot that is not its newest",
+        _check_source,
+        default=None,
+        is_shared=False,
+    )
+    override: bool = _declare(
         bool,
-        Option(
-            bool,
-            "",
-            "resume with the script's optimizer and scheduler settings and its data",
-            choice(True, False),
-        ),
-    ] = False
-    max_steps: Annotated[int | None, Option(int, "N", "stop after this many steps in total", whole(1, optional=True))]
-    log_every: Annotated[
-        Interval,
-        Option(
-            str,
-            "E",
-            "interval of rows in metrics.jsonl: 10 (steps) or 1epochs",
-            partial(parse_interval, allowed=("steps", "epochs")),
-        ),
-    ]
-    compare_every: Annotated[
-        Interval | None,
-        Option(
-            str,
-            "E",
-            "interval of replica checks (comparing the ranks' models): 100 (steps), 1epochs or never",
-            partial(parse_interval, allowed=("steps", "epochs", "never")),
-        ),
-    ]
-    check_compute_every: Annotated[
-        Interval | None,
-        Option(
-            str,
-            "N",
-            "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; default: never",
-            # Checked steps load further samples, so they are planned ahead.
-            partial(parse_interval, allowed=("steps", "never")),
-            interceptor="samestep.second_opinion:SecondOpinion",
-        ),
-    ]
-    trackers: Annotated[
-        tuple[Any, ...],
-        Option(
-            str,
-            "T,T",
-            "where else to log metrics: none, or tensorboard, wandb, mlflow, other installed ones",
-            _check_trackers,
-            is_shared=False,
-        ),
-    ]
-    stuck_after_s: Annotated[
-        int | None,
-        Option(
-            int,
-            "S",
-            "stop a run without progress for this long; 0: never; default: learned, at least 300; first steps: 1800",
-            whole(0, optional=True),
-            is_shared=False,
-        ),
-    ] = None
+        "",
+        "resume with the script's optimizer and scheduler settings and its data",
+        choice(True, False),
+        default=False,
+    )
+    max_steps: int | None = _declare(int, "N", "stop after this many steps in total", whole(1, optional=True))
+    log_every: Interval = _declare(
+        str,
+        "E",
+        "interval of rows in metrics.jsonl: 10 (steps) or 1epochs",
+        partial(parse_interval, allowed=("steps", "epochs")),
+    )
+    compare_every: Interval | None = _declare(
+        str,
+        "E",
+        "interval of replica checks (comparing the ranks' models): 100 (steps), 1epochs or never",
+        partial(parse_interval, allowed=("steps", "epochs", "never")),
+    )
+    # Checked steps load further samples, so they are planned ahead.
+    check_compute_every: Interval | None = _declare(
+        str,
+        "N",
+        "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; default: never",
+        partial(parse_interval, allowed=("steps", "never")),
+        interceptor="samestep.second_opinion:SecondOpinion",
+    )
+    trackers: tuple[Any, ...] = _declare(
+        str,
+        "T,T",
+        "where else to log metrics: none, or tensorboard, wandb, mlflow, other installed ones",
+        _check_trackers,
+        is_shared=False,
+    )
+    stuck_after_s: int | None = _declare(
+        int,
+        "S",
+        "stop a run without progress for this long; 0: never; default: learned, at least 300; first steps: 1800",
+        whole(0, optional=True),
+        default=None,
+        is_shared=False,
+    )
 
     def identity(self) -> dict[str, Any]:
         """Return the options that identify the run: a run directory belongs to one value of each."""
@@ -446,9 +408,7 @@ class RunConfig:
 
 
 # The options of RunConfig by name. Launchers make their command-line options from this table.
-OPTIONS: dict[str, Option] = {
-    name: get_args(hint)[1] for name, hint in get_type_hints(RunConfig, include_extras=True).items()
-}
+OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(RunConfig)}
 
 # Options of a run that has only the interceptors of a tool.
 NO_INTERCEPTORS = {name: "never" for name, option in OPTIONS.items() if option.interceptor}
