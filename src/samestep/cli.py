@@ -49,7 +49,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     "runs": ("[DIR]", "list the runs in a directory", "tools.inspect"),
     "report": ("RUN ...", "write an HTML page about runs: metrics, time, restarts", "tools.report"),
     "watch": ("RUN", "show the live state of every rank of a running job", "tools.live_view"),
-    "replay": ("RUN SCRIPT", "compute a step of a run again, and compare its bits", "tools.replay.run_replay"),
+    "replay": ("RUN SCRIPT", "compute a step of a run again, and compare its bits", "tools.replay"),
     "diff": ("RUN RUN", "show the first step in which two runs differ, and what differs", "tools.inspect"),
     "verify": (
         "SCRIPT ...",

@@ -15,7 +15,7 @@ from support.runs import check, clean_variables, read_facts, samestep_command
 
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.logs import read_records
-from samestep.tools.replay.run_replay import compare_bits
+from samestep.tools.replay import compare_bits
 
 SCRIPT = """
 import sys
