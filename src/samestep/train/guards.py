@@ -24,7 +24,7 @@ from samestep.world.environment import read_host
 class MisuseChecks(StepObserver):
     """Observes one run's loop, its prepared objects and schedules, and the updates of all optimizers of the process.
 
-    The hook that sees the updates holds no reference to this object, and is removed with it.
+    The hook that sees the updates has no reference to this object, and is removed with it.
 
     Args:
         optimizers: those of the run.
@@ -117,7 +117,7 @@ class MisuseChecks(StepObserver):
                 self._refuse_partial(optimizer, step.number)
 
     def _refuse_partial(self, optimizer: Optimizer, number: int) -> None:
-        """Raise UsageError for an update from a gradient that holds this rank's micro-batches only."""
+        """Raise UsageError for an update from a gradient of this rank's micro-batches only."""
         for param in list_params(optimizer):
             if param.grad is not None and self._partial.get(param.grad) == read_version(param.grad):
                 raise UsageError(
@@ -140,7 +140,7 @@ def _has_gradient(optimizer: Optimizer) -> bool:
 def name_replicated(objects: Objects) -> dict[str, nn.Parameter]:
     """Return the tensors that must be equal on all ranks after every step: the parameters.
 
-    An optimizer's state that differs makes parameters differ in the next update. It may also hold memory that is never
+    An optimizer's state that differs makes parameters differ in the next update. It may also have memory that is never
     read. Buffers are left out, because a script may use one as a counter of its rank.
     """
     return {name: param for name, param in objects.name_params().items() if not is_sharded(param)}
@@ -150,7 +150,7 @@ def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
     """Return the tensors that training must not make infinite or nan, with names for messages.
 
     These are trained parameters (of a sharded one, this rank's shard) and BatchNorm's statistics. Other buffers, such
-    as masks, may be infinite. An optimizer's state may be, too, or hold memory that is never read; what it spoils shows
+    as masks, may be infinite. An optimizer's state may be, too, or have memory that is never read; what it spoils shows
     in the parameters after the next update.
     """
     found = [(name, get_local(param)) for name, param in objects.name_params().items() if param.requires_grad]
