@@ -1,7 +1,7 @@
 """The private names of torch that samestep depends on, in one module.
 
-None has a public equivalent that is as fast or does the same. If a torch release changes one of them, tests fail; what
-is said below as "without it" works instead.
+None has a public equivalent that is as fast or does the same. If a torch release changes one of them, tests fail.
+Where a comment begins with "Without", it describes what works instead.
 """
 
 import os

@@ -19,7 +19,7 @@ from samestep.launch.target import ScriptCommand, Target, check_target, parse_si
 from samestep.plan.sizes import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.plain import run_plain
-from samestep.tools.verify.runs import DRIFT, DRIFTED, Difference, Setup, Trial, Trials, explain, find_difference
+from samestep.tools.verify.runs import DRIFT, DRIFTED, Difference, Setup, Trial, explain, find_difference, run_trial
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
 NOT_OF_PLAIN = ("shard", "kills", "kill_seed", "heal", *OF_RUN)
@@ -105,9 +105,10 @@ class _Verification:
         self._num_kills = values.get("kills", 2)
         num_steps = values.get("steps", 20)
         self._snapshot_every = max(1, num_steps // (2 * (self._num_kills + 1)))
-        overrides = {name: value for name, value in values.items() if name in OF_RUN}
-        overrides |= {"max_steps": num_steps, "snapshot_every": self._snapshot_every}
-        self._trials = Trials(target, overrides, home)
+        self._overrides = {name: value for name, value in values.items() if name in OF_RUN}
+        self._overrides |= {"max_steps": num_steps, "snapshot_every": self._snapshot_every}
+        self._target = target
+        self._home = home
         self._chance = random.Random(values.get("kill_seed"))
 
     def compare_all(self, world_sizes: Sequence[int], modes: Sequence[str | None]) -> None:
@@ -134,10 +135,14 @@ class _Verification:
 
     # --- the runs ---------------------------------------------------------------------------------------------
 
+    def _run(self, name: str, setup: Setup, **how: Any) -> Trial:
+        show_activity(f"{name} on {setup} ...")
+        directory = self._home / f"{len(self.rows):02}-on-{setup.world_size}"
+        return run_trial(self._target, setup, self._overrides, directory, **how)
+
     def _run_reference(self, setup: Setup) -> Trial:
-        show_activity(f"train on {setup} ...")
-        trial = self._trials.run(setup)
-        name = self._trials.target.name.removeprefix("samestep.recipes.")
+        trial = self._run("train", setup)
+        name = self._target.name.removeprefix("samestep.recipes.")
         if trial.code or not trial.steps:
             show_activity("")
             print(trial.last_words, file=sys.stderr)
@@ -160,8 +165,7 @@ class _Verification:
 
     def _run_and_compare(self, name: str, setup: Setup, **how: Any) -> bool:
         """Run, compare with the reference, and print the row. Returns whether it is the same."""
-        show_activity(f"{name} on {setup} ...")
-        trial = self._trials.run(setup, **how)
+        trial = self._run(name, setup, **how)
         result = self._judge(trial, is_cut="kill" in how and trial.code == KILLED)
         self._print_row(name, trial, result)
         return result == "same"
@@ -171,7 +175,7 @@ class _Verification:
         num_steps = len(self._reference.steps)
         if num_steps < 2:
             raise Error("a run is killed in its second step or later: give more --steps, or --kills 0", code="SS104")
-        run_dir = self._trials.home / "interrupted"
+        run_dir = self._home / "interrupted"
         setup = Setup(0, None)
         for number in range(self._num_kills):
             setup = self._choose_other(setups, setup)
@@ -198,7 +202,6 @@ class _Verification:
 
     def _heal(self, setup: Setup) -> None:
         """Train with --heal while ranks die, each in a step of its own, until one is left. Compare all steps."""
-        show_activity(f"healed on {setup} ...")
         size = setup.world_size
         computed = self._reference.count_micro_batches()
         kills = {}  # rank -> a step, and how many of its micro-batches in this step it computes
@@ -206,7 +209,7 @@ class _Verification:
             step = self._chance.randrange(len(computed))
             kills[str(rank)] = step, self._chance.randrange(max(computed[step] // size, 1))
         flags = ("--heal", "--max-restarts", str(size))
-        trial = self._trials.run(setup, interceptor=KILLER, flags=flags, kills=kills)
+        trial = self._run("healed", setup, interceptor=KILLER, flags=flags, kills=kills)
         result = self._judge(trial)
         if result != "same":
             self.lines.append(REPEATED)

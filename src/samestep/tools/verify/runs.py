@@ -84,63 +84,52 @@ class Trial:
         return [sum(what == "samples" for what, _ in line["facts"]) for line in self.steps.values()]
 
 
-@dataclass
-class Trials:
-    """Starts runs of one target, each in new processes and in a numbered directory in `home`.
+def run_trial(
+    target: Target,
+    setup: Setup,
+    overrides: Overrides,
+    directory: Path,
+    *,
+    run_dir: Path | None = None,
+    hash_seed: str = "0",
+    interceptor: str = TRACE,
+    flags: Sequence[str] = (),
+    **trace: Any,
+) -> Trial:
+    """Start a script in new processes and wait for its end.
 
-    Attributes:
+    Args:
         overrides: options of `Run` that replace those of the script.
+        directory: a new one, for the traces.
+        run_dir: the directory of an earlier start; None: a new one.
+        hash_seed: PYTHONHASHSEED, unless it is set for this process.
+        interceptor: an interceptor, "module:class". `Trace` and its subclasses write the traces.
+        flags: options of the launcher.
+        trace: options of the interceptor.
     """
-
-    target: Target
-    overrides: Overrides
-    home: Path
-    _count: int = 0
-
-    def run(
-        self,
-        setup: Setup,
-        *,
-        run_dir: Path | None = None,
-        hash_seed: str = "0",
-        interceptor: str = TRACE,
-        flags: Sequence[str] = (),
-        **trace: Any,
-    ) -> Trial:
-        """Start the script and wait for its end.
-
-        Args:
-            run_dir: the directory of an earlier start; None: a new one.
-            hash_seed: PYTHONHASHSEED, unless it is set for this process.
-            interceptor: an interceptor, "module:class". `Trace` and its subclasses write the traces.
-            flags: options of the launcher.
-            trace: options of the interceptor.
-        """
-        self._count += 1
-        directory = self.home / f"{self._count:02}-on-{setup.world_size}"
-        directory.mkdir()
-        run_dir = run_dir or directory / "run"
-        options = {**self.overrides, "run_dir": run_dir, "compare_every": 1}
-        if setup.shard is not None:
-            options["shard"] = setup.shard
-        command = self.target.to_full_command(setup.world_size, *flags)
-        began_s = time.monotonic()
-        code = run_traced(command, directory, interceptor, options, hash_seed=hash_seed, **trace)
-        seconds = time.monotonic() - began_s
-        settings, steps = read_traces(directory)
-        store = Store(run_dir)
-        final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
-        return Trial(
-            setup=setup,
-            code=code,
-            seconds=seconds,
-            output=read_tail(directory / "output"),
-            settings=settings,
-            steps=steps,
-            final=None if final is None else store.read_digest(final),
-            ledger=tuple(read_records(run_dir / LEDGER)),
-            num_lost=sum(len(row["lost"]) for row in read_rows(run_dir / HEALS)),
-        )
+    directory.mkdir()
+    run_dir = run_dir or directory / "run"
+    options = {**overrides, "run_dir": run_dir, "compare_every": 1}
+    if setup.shard is not None:
+        options["shard"] = setup.shard
+    command = target.to_full_command(setup.world_size, *flags)
+    began_s = time.monotonic()
+    code = run_traced(command, directory, interceptor, options, hash_seed=hash_seed, **trace)
+    seconds = time.monotonic() - began_s
+    settings, steps = read_traces(directory)
+    store = Store(run_dir)
+    final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
+    return Trial(
+        setup=setup,
+        code=code,
+        seconds=seconds,
+        output=read_tail(directory / "output"),
+        settings=settings,
+        steps=steps,
+        final=None if final is None else store.read_digest(final),
+        ledger=tuple(read_records(run_dir / LEDGER)),
+        num_lost=sum(len(row["lost"]) for row in read_rows(run_dir / HEALS)),
+    )
 
 
 def read_traces(directory: Path) -> tuple[Line, dict[int, Line]]:
