@@ -374,7 +374,7 @@ class Loop:
 
     def _leave(self) -> None:
         """The script has left the loop."""
-        self._services.watchdog.leave(self._state.steps_done)
+        self._services.watchdog.leave()
         self._feed.close()
         self._services.snapshotter.leave()
         if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals

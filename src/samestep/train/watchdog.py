@@ -6,7 +6,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -41,9 +41,9 @@ class Watchdog(PhaseClock, Held):
         self._heartbeat: Heartbeat | None = None
         self._began_step: int | None = None  # the first step of this start
 
-    def leave(self, step: int) -> None:
+    def leave(self) -> None:
         """The script has left the loop. Other ranks may wait for this one."""
-        self.enter("left", step)
+        self.enter("left", self._context.state.steps_done)
         if self._context.world_size == 1:
             self.close()
 
@@ -80,7 +80,7 @@ class Watchdog(PhaseClock, Held):
             members=members,
             host=read_host(),
             limits=limits,
-            say=lambda text: _write_line(self._terminal, text),
+            say=partial(_write_line, self._terminal),
             end=partial(self._end, own),
             end_others=self._end_others,
             request_end=partial(group.request_end, context.environment),
@@ -117,29 +117,20 @@ class Watchdog(PhaseClock, Held):
         directory = self._context.location.directory
 
         def write_reason() -> None:
-            report_failure(rank, error, EXIT_CODE)
-            if directory is not None:
-                directory.write_status("failed", sentence)
+            with suppress(Exception):
+                report_failure(rank, error, EXIT_CODE)
+                if directory is not None:
+                    directory.write_status("failed", sentence)
 
-        _try_to_write(write_reason)
+        thread = threading.Thread(target=write_reason, daemon=True)
+        thread.start()
+        thread.join(WRITE_S)
         os._exit(EXIT_CODE)
 
     def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
             report_failure(rank, Stuck(sentence), EXIT_CODE)  # first: the launcher reads it when the process has ended
             kill_sibling(pid)
-
-
-def _try_to_write(work: Callable[[], None]) -> None:
-    """Call a function, and return when it has returned, failed, or taken too long, such as on a disk that hangs."""
-
-    def attempt() -> None:
-        with suppress(Exception):
-            work()
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(WRITE_S)
 
 
 def kill_sibling(pid: int) -> None:
