@@ -195,7 +195,7 @@ def count_step(world_size: int, num_params: int, num_tensors: int, num_micro_bat
     params = [(str(i), NEW(size)) for i, size in enumerate(sizes)]
     group = Group(0, world_size, torch.device("cpu"))
     group.is_on_one_host = False
-    exchange = Exchange(ReductionPlan(params, group), build_layout(num_micro_batches, world_size), group, 0, 0)
+    exchange = Exchange(ReductionPlan(params, group), build_layout(num_micro_batches, world_size))
     *gradients, control = map(count_route, exchange.routes)
     num_bytes = 4 * sum(sizes)
     num_buckets = ceil(num_bytes / DDP_BUCKET_BYTES)

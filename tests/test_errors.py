@@ -22,7 +22,7 @@ from support.tiny import Pairs, Tiny
 from torch import Tensor
 
 import samestep
-from samestep.data.sample_errors import locate_error, pack, unpack
+from samestep.data.sample_errors import locate_error, pack
 from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, describe, explain
 from samestep.launch.rank_reports import MAX_REASON, build_failure
 from samestep.snapshot.mirror import Unreachable
@@ -149,7 +149,7 @@ def test_pickling(error: Error, pickler: ModuleType) -> None:
 
 
 def test_from_a_loader_worker_to_the_rank() -> None:
-    error = unpack(pickle.loads(pickle.dumps(pack(Unreachable("s3://x", "no")))))
+    error = pickle.loads(pickle.dumps(pack(Unreachable("s3://x", "no")))).error
     assert (error.code, locate_error(error, None, 1, "step 2").code) == ("SS416", "SS416")
 
 

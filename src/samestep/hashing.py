@@ -1,12 +1,14 @@
-"""The hash functions: SHA-256 for content, and 64 bits of BLAKE2b for short identities; and the bytes of tensors.
+"""Hash functions: SHA-256 for content, and 64 bits of BLAKE2b for short identities; the bytes of tensors and batches.
 
 Other modules call these functions, so that the length of a hash shows its kind. Exceptions are seeds, keys and proofs
 (HMAC), and the checksum of gradients, for which BLAKE2b would be too slow.
 """
 
 import hashlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,3 +57,39 @@ def view_bytes(tensor: "Tensor") -> memoryview:
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     flat = host.as_strided((host.numel(),), (1,))  # reshape(-1) keeps unusual strides of tensors with 0 or 1 elements
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def hash_content(batch: Any) -> str:
+    """Return a hash of all tensors and numbers; "" without any. Strings are left out, because paths may differ."""
+    chunks = _find_bytes(batch)
+    first = next(chunks, None)
+    return "" if first is None else hash_chunks(chain([first], chunks))[:16]
+
+
+def _find_bytes(batch: Any) -> Iterator[bytes | memoryview]:
+    import numpy as np
+    import torch
+
+    for value in find_leaves(batch):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            yield f"{value.dtype}{value.shape}".encode()
+            yield value.tobytes()
+        elif isinstance(value, torch.Tensor):
+            dense = value.to_dense() if value.layout is not torch.strided else value
+            yield f"{dense.dtype}{tuple(dense.shape)}".encode()
+            yield view_bytes(dense)
+        elif isinstance(value, bool | int | float | complex | np.number):
+            yield repr(value).encode()
+
+
+def find_leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in nested mappings, sequences and dataclasses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, Mapping):
+        value = [*value.values()]
+    if not isinstance(value, list | tuple):
+        yield value
+        return
+    for item in value:
+        yield from find_leaves(item)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
 from samestep.engine.leaf import GradientHooks
 from samestep.engine.passes import Reduced
 from samestep.errors import Error, InvalidValue
+from samestep.hashing import hash_content
 from samestep.plan.tree import build_layout
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine, keeping_generators

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from operator import attrgetter
 from pathlib import Path
@@ -165,13 +166,16 @@ def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[No
 LOOK_S = 0.2  # how long an iterator waits for data before it checks whether the workers are alive
 
 
-def look_for_dead_workers(iterator: Any) -> None:
+def look_for_dead_workers(iterator: Any) -> list[BaseProcess]:
     """Let the iterator look for dead workers every `LOOK_S` while it waits, in place of torch's SIGCHLD handler.
 
     That handler raises wherever the main thread is. Python prints an exception in a weak reference's callback or in
     `__del__`, and goes on; one in the script's own code ends a step half-way.
 
-    Without `_try_get_data`: load with a `multiprocessing` pool, whose processes are public.
+    Without `_try_get_data` or `_workers`: load with a `multiprocessing` pool, whose processes are public.
+
+    Returns:
+        The workers.
     """
     _drop_pids(iterator)
     # no cycle: torch's __del__ must run
@@ -186,6 +190,7 @@ def look_for_dead_workers(iterator: Any) -> None:
                 return found  # type: ignore[no-any-return]
 
     iterator._try_get_data = try_get_data
+    return [*iterator._workers]
 
 
 def end_on_feeder_error(end: Callable[[Exception], None]) -> None:

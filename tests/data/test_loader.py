@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
-from samestep.data.sample_errors import locate_error, write_traceback
+from samestep.data.sample_errors import locate_error
 from samestep.data.spec import read_data_arguments
 from samestep.errors import Error, InvalidValue, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
@@ -250,12 +250,11 @@ def test_the_death_of_a_worker_raises_at_the_next_micro_batch_only() -> None:
 def test_a_failure_keeps_its_traceback_in_the_log_of_the_rank(tmp_path: Path) -> None:
     with pytest.raises(Error) as caught:
         load(Odd(fail_with_key_error), plan_tasks(6))
-    where = write_traceback(caught.value, tmp_path / "logs", 3)
-    assert where == f" (traceback: {tmp_path / 'logs' / '3.log'})"
+    located = locate_error(caught.value, tmp_path / "logs", 3, "step 4")
+    assert str(located).endswith(f", on rank 3 in step 4 (traceback: {tmp_path / 'logs' / '3.log'})")
     kept = (tmp_path / "logs" / "3.log").read_text()
     assert "failed at sample 17" in kept
     assert "in fail_with_key_error" in kept
-    assert not write_traceback(caught.value, None, 3)
 
 
 class OwnError(Error):

@@ -13,22 +13,6 @@ from samestep.errors import NotHealed
 from samestep.world.transport import Transport
 
 
-def test_each_pass_has_its_own_gradients_alone() -> None:
-    """A head that the second pass does not use is not updated again: 1 - 1 = 0 for both heads, with lr 1 and x = 1."""
-    tiny = Tiny(
-        model=lambda: nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)]),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-    )
-    nn.init.ones_(tiny.model[0].weight)
-    nn.init.ones_(tiny.model[1].weight)
-    for step in tiny.run.steps(torch.ones(8, 1), 1):
-        for head in tiny.model:
-            for x in step:
-                step.backward(head(x).mean())
-            tiny.optimizer.step()
-    assert [head.weight.item() for head in tiny.model] == [0.0, 0.0]
-
-
 class FailsAt3(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which route a sum takes, and how. (`test_reducer.py` compares the sums of all routes.)"""
+"""Which route a sum takes, and how. (`test_exchange.py` compares the sums of all routes.)"""
 
 from typing import Any
 

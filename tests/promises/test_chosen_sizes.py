@@ -8,8 +8,7 @@ from support.tiny import tiny_run
 from torch import nn
 
 import samestep
-from samestep.plan.memory import ParamSize, RankMemory, compute_memory
-from samestep.plan.owners import choose_owners
+from samestep.plan.shards import ParamSize, RankMemory, choose_owners, compute_memory
 from samestep.torch_internals import get_local
 from samestep.train.objects import Objects
 from samestep.train.prepared import measure_sizes

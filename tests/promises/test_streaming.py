@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import samestep
 from samestep.cli import main
-from samestep.data.content import hash_content
+from samestep.hashing import hash_content
 from samestep.snapshot.store import Store
 from samestep.sources import WebDataset
 

@@ -446,7 +446,7 @@ DATA: dict[str, Mistake] = {
         r"sampler\(0\) gave other indices when it was called again: let them depend on the epoch, on what run.prepare",
         sampler=lambda epoch: DRAWS.sample(range(32), 32)),
     "drop_last of everything": at_start(
-        r"drop_last leaves no step of 5 samples with batch_size 8: lower batch", data=Pairs(5), drop_last=True),
+        r"drop_last leaves no step of a data set of length 5 with batch_size 8: lower", data=Pairs(5), drop_last=True),
     **{f"data with {arguments}": at_start(rf"{next(iter(arguments))} (must be|is)", **arguments)
        for arguments in ({"shuffle": "yes"}, {"drop_last": 1}, {"num_workers": -1}, {"num_workers": "2"})},
     **{f"{count!r} {what}": at_start(

@@ -66,8 +66,8 @@ PLANTED = (
         "additions.append((_complete(mid, hi, slots, additions), dst))",
     ),
     Planted(
-        "a rank does not merge the parts at the beginning of its range", SAME_BITS, "plan/tree.py",
-        "sum(left >= first for left in lefts)", "sum(left > first for left in lefts)",
+        "a rank merges one sum too few with a micro-batch", SAME_BITS, "plan/tree.py",
+        "len(cover(n, first, lo)) + 1 - len(", "len(cover(n, first, lo)) - len(",
     ),
     Planted(
         "the seed of a micro-batch does not depend on the step", SAME_BITS, "plan/seeds.py",
@@ -139,7 +139,7 @@ PLANTED = (
     ),
     Planted(
         "a rank ignores the votes of the others", RESUME, "engine/passes.py",
-        "[*map(read_vote, controls)]", "[vote]", focus="stop",
+        "Reduced(votes, reports,", "Reduced([vote], reports,", focus="stop",
     ),
     Planted(
         "the ranks stop only if the first one has got a signal", RESUME, "train/stopping.py",

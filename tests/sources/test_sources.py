@@ -13,7 +13,7 @@ from support.shards import MAKERS, NUM_SHARDS, PER_SHARD, SAMPLES, make_tars, re
 
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
-from samestep.data.source import parse_shards, read_shards
+from samestep.data.source import ORDERS, read_shard_sizes, read_shards, shards_file
 from samestep.data.spec import read_data_arguments
 from samestep.errors import InvalidValue
 from samestep.plan.loop_plan import Task
@@ -36,10 +36,12 @@ def test_any_sample_in_any_order(kind: str, tmp_path: Path) -> None:
         source.__getitems__([SAMPLES])
 
 
-def test_a_damaged_list_of_shards() -> None:
-    for text in (b"null", b'[["a", 1, 1, Infinity, "x"]]', b'{"a": 1}'):
-        with pytest.raises(ValueError, match=r"JSON: expected array, got|not finite"):
-            parse_shards(text)
+def test_a_damaged_list_of_shards(tmp_path: Path) -> None:
+    (tmp_path / ORDERS).mkdir()
+    for text in ("null", '[["a", 1, 1, Infinity, "x"]]', '{"a": 1}', '[["a", -1, 1]]'):
+        (tmp_path / shards_file("0")).write_text(text)
+        with pytest.raises(ValueError, match=r"expected array, got|not finite|expected int >= 0"):
+            read_shard_sizes(tmp_path, "0")
 
 
 def test_samples_of_tars(tmp_path: Path) -> None:

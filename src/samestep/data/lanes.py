@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.data.content import hash_content
 from samestep.data.loader import seed_all
 from samestep.data.sample_errors import describe_error
 from samestep.data.spec import has_lanes
 from samestep.errors import Error, InvalidType, InvalidValue
+from samestep.hashing import hash_content
 from samestep.plan.loop_plan import STREAM_LENGTH, Task
 from samestep.plan.seeds import derive
 from samestep.torch_internals import as_worker
@@ -48,7 +48,7 @@ class _Lane:
     """A lane, read from its beginning or from a position with a state. It begins again when it ends.
 
     Attributes:
-        num_samples: how many samples it has given.
+        position: after the last `draw`.
     """
 
     def __init__(self, dataset: Any, lane: int, num_lanes: int, position: LanePosition | None) -> None:
@@ -56,23 +56,22 @@ class _Lane:
         self._lane = lane
         self._num_lanes = num_lanes
         self._is_given = has_lanes(dataset)
-        self.num_samples = 0
         self._num_passes = -1
-        self._last: Any = None
-        self._before: tuple[int, int, Any] = (0, 0, None)  # the last three fields of `LanePosition`
         self._samples: Any = None
         self._iterator: Iterator[Any] = iter(())
+        self.position = LanePosition(lane, 0, "", 0, 0, None)
         if position is not None:
-            self.num_samples = position.start
+            self.position = self.position._replace(num_samples=position.start)
             self._num_passes = position.num_passes - 1
             self._begin_pass(position.state)
 
     def draw(self, count: int) -> list[Any]:
         """Return the next samples."""
         samples: list[Any] = []
+        start = self.position.num_samples
         with self._reporting():
             try:
-                self._before = (self.num_samples, self._num_passes, self._copy_state())
+                before = (start, self._num_passes, self._copy_state())
                 while len(samples) < count:
                     sample = next(self._iterator, END)
                     samples.append(self._draw_first() if sample is END else sample)
@@ -81,16 +80,11 @@ class _Lane:
             except Exception as error:
                 raise Error(
                     f"the stream failed in lane {self._lane} of {self._num_lanes}, at its sample "
-                    f"{self.num_samples + len(samples)} ({describe_error(error)})",
+                    f"{start + len(samples)} ({describe_error(error)})",
                     code="SS301",
                 ) from error
-        self.num_samples = self.num_samples + count
-        self._last = samples[-1]
+        self.position = LanePosition(self._lane, start + count, hash_content(samples[-1]), *before)
         return samples
-
-    def find_position(self) -> LanePosition:
-        """Return the position after the last `draw`."""
-        return LanePosition(self._lane, self.num_samples, hash_content(self._last), *self._before)
 
     def _reporting(self) -> AbstractContextManager[None]:
         """Report the lane as a worker by `get_worker_info`, unless the data set has a method `lane`."""
@@ -185,32 +179,27 @@ class Lanes:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of one micro-batch. A request for an earlier one begins the lane again."""
-        lane, step = self._locate(indices[0])
+        step, lane = divmod(indices[0] // self._size, self.num_lanes)
         reader = self._open.get(lane)
-        if reader is None or reader.num_samples != step * self._size:
+        if reader is None or reader.position.num_samples != step * self._size:
             reader = self._open[lane] = self._reopen(lane, step)
         return reader.draw(self._size)
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        """Return the lane of a sample, and the step of the loop."""
-        step, lane = divmod(index // self._size, self.num_lanes)
-        return lane, step
 
     def _reopen(self, lane: int, step: int) -> _Lane:
         """Open a lane at a step. Read the samples before with the generators seeded as they were then."""
         start = step * self._size
-        position = self.positions.get(lane)
-        has_state = position is not None and position.state is not None and position.start <= start
-        reader = _Lane(self.dataset, lane, self.num_lanes, position if has_state else None)
-        if reader.num_samples == start:
+        known = self.positions.get(lane)
+        has_state = known is not None and known.state is not None and known.start <= start
+        reader = _Lane(self.dataset, lane, self.num_lanes, known if has_state else None)
+        if reader.position.num_samples == start:
             return reader
-        while reader.num_samples < start:
-            self._seed_for(lane, reader.num_samples // self._size)
+        while (num_samples := reader.position.num_samples) < start:
+            self._seed_for(lane, num_samples // self._size)
             reader.draw(self._size)
-            is_at = position is not None and position.num_samples == reader.num_samples
-            if position is not None and is_at and reader.find_position().mark != position.mark:
+            found = reader.position
+            if known is not None and found.num_samples == known.num_samples and found.mark != known.mark:
                 raise InvalidValue(
-                    f"sample {reader.num_samples - 1} of lane {lane} of {self.num_lanes} of the stream "
+                    f"sample {found.num_samples - 1} of lane {lane} of {self.num_lanes} of the stream "
                     f"({type(self.dataset).__name__}) is not the same as before the restart: let its samples depend on "
                     "the lane, the number of lanes and the seeded generators alone, and let state_dict hold all else, "
                     "such as a shuffle buffer",
@@ -224,5 +213,5 @@ class Lanes:
 
     def read_lane_position(self, task: Task) -> LanePosition:
         """Return the lane's position after the micro-batch that was just read."""
-        lane, _ = self._locate(int(task.indices[0]))
-        return self._open[lane].find_position()
+        _, lane = task.place
+        return self._open[lane].position

@@ -12,9 +12,11 @@ import random
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from functools import partial
+from multiprocessing.process import BaseProcess
 from operator import methodcaller
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
-from samestep.data.sample_errors import WorkerFailure, explain, pack, unpack
+from samestep.data.sample_errors import WorkerFailure, explain, pack
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
 from samestep.plan.ledger import fingerprint
@@ -78,35 +80,31 @@ def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> A
     """
     if device.type == "cpu":
         return batch
-    return _move(batch, device, non_blocking)
-
-
-def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if callable(getattr(value, "to", None)):  # PackedSequence, BatchEncoding; not all take non_blocking
-        return value.to(device)
-    if isinstance(value, Mapping):
-        moved = {key: _move(item, device, non_blocking) for key, item in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=non_blocking)
+    if callable(getattr(batch, "to", None)):  # PackedSequence, BatchEncoding; not all take non_blocking
+        return batch.to(device)
+    move = partial(to_device, device=device, non_blocking=non_blocking)
+    if isinstance(batch, Mapping):
+        moved = {key: move(item) for key, item in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
             return moved
-        mapping = copy.copy(value)  # keeps a defaultdict's factory and other attributes
+        mapping = copy.copy(batch)  # keeps a defaultdict's factory and other attributes
         mapping.update(moved)
         return mapping
-    if isinstance(value, (tuple, list)):
-        items = [_move(item, device, non_blocking) for item in value]
-        if isinstance(value, list):
-            return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        record = copy.copy(value)
-        for field in dataclasses.fields(value):  # frozen ones too, and without running __post_init__ again
-            object.__setattr__(record, field.name, _move(getattr(value, field.name), device, non_blocking))
+    if isinstance(batch, list):
+        return [*map(move, batch)]
+    if isinstance(batch, tuple):
+        return type(batch)(*map(move, batch)) if hasattr(batch, "_fields") else tuple(map(move, batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        record = copy.copy(batch)
+        for field in dataclasses.fields(batch):  # frozen ones too, and without running __post_init__ again
+            object.__setattr__(record, field.name, move(getattr(batch, field.name)))
         return record
-    return value
+    return batch
 
 
-class Loader:
+class Loader(Iterator[Loaded], AbstractContextManager["Loader"]):
     """Iterates over the micro-batches of tasks, in the order of the tasks.
 
     With `num_workers=0` each `next()` takes exactly one task and loads it in this process. This changes the global
@@ -146,9 +144,6 @@ class Loader:
         if self._workers is not None:
             self._workers.begin(self._tasks)
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Loaded:
         if self._workers is not None:
             loaded = self._workers.load()
@@ -174,9 +169,6 @@ class Loader:
         if self._workers is not None:
             self._workers.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -196,11 +188,7 @@ class Workers(Held):
     def __init__(self, spec: DataSpec, device: torch.device) -> None:
         context = spec.multiprocessing_context
         start_method = (context or multiprocessing).get_start_method()
-        start = WorkerStart(
-            worker_init_fn=spec.worker_init_fn,
-            deterministic_mode=torch.get_deterministic_debug_mode(),
-            parent_pid=None if start_method == "forkserver" else os.getpid(),
-        )
+        parent_pid = None if start_method == "forkserver" else os.getpid()
         self._series = _Series()
         self._loader: DataLoader[Any] = DataLoader(
             Fetcher(spec.dataset, spec.collate_fn),  # type: ignore[arg-type]
@@ -211,30 +199,27 @@ class Workers(Held):
             pin_memory=spec.pin_memory and device.type == "cuda",
             prefetch_factor=spec.prefetch_factor,
             timeout=spec.timeout_s,
-            worker_init_fn=start,
+            worker_init_fn=partial(
+                _start_worker, spec.worker_init_fn, torch.get_deterministic_debug_mode(), parent_pid
+            ),
             multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),  # otherwise it draws from the default generator
             persistent_workers=True,
         )
         self.iterator: Any = iter(())
-        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self.processes: list[BaseProcess] = []
 
     def begin(self, tasks: Iterator[Task]) -> None:
         """Begin a series of tasks, after all tasks of the previous one. The first call starts the workers."""
         self._series.tasks = tasks
-        if self.processes:
-            self.iterator = iter(self._loader)
-            return
-        before = set(multiprocessing.active_children())
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # until WorkerStart ignores them
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # until _start_worker ignores them
         try:
             self.iterator = iter(self._loader)
-            look_for_dead_workers(self.iterator)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        started = set(multiprocessing.active_children()) - before
-        self.processes = sorted(started, key=lambda process: process.pid or 0)
-        hold(self)
+        if not self.processes:
+            self.processes = look_for_dead_workers(self.iterator)
+            hold(self)
 
     def load(self) -> Loaded:
         """Return the next micro-batch of the series. Raises StopIteration at its end, and ends the workers.
@@ -249,23 +234,21 @@ class Workers(Held):
             self.close()
             raise
         except (EOFError, OSError, RuntimeError):  # torch reports the death in several ways
-            if (sentence := self._describe_death()) is not None:
-                raise WorkerDied(sentence) from None
+            self._check_alive()
             raise
         if isinstance(loaded, WorkerFailure):
-            raise unpack(loaded)
+            raise loaded.error from RuntimeError(f"in a DataLoader worker:\n{loaded.worker_traceback}")
         return loaded
 
-    def _describe_death(self) -> str | None:
-        """Describe a dead worker; None if all are alive."""
+    def _check_alive(self) -> None:
+        """Raise WorkerDied if a worker is dead."""
         for number, process in enumerate(self.processes):
             process.join(0.1)  # a pipe may break before the process has ended
             if process.is_alive():
                 continue
             code = process.exitcode or 0
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return f"DataLoader worker {number} (pid {process.pid}) {end}: {WORKER_ADVICE}"
-        return None
+            raise WorkerDied(f"DataLoader worker {number} (pid {process.pid}) {end}: {WORKER_ADVICE}") from None
 
     def close(self) -> None:
         """End the workers, which hold no state: kill them."""
@@ -297,28 +280,23 @@ class _Series:
             yield task.indices.tobytes(), task.seed, task.place  # pickling an array would take 10 us more
 
 
-@dataclass(frozen=True)
-class WorkerStart:
-    """Initializes a worker. It is a class so that it can be pickled for workers that are not forked."""
-
-    worker_init_fn: Callable[[int], None] | None
-    deterministic_mode: int
-    parent_pid: int | None
-
-    def __call__(self, worker: int) -> None:
-        # A scheduler or a terminal signals the whole process group, but the rank may need this data to complete its
-        # step and save. So only SIGKILL ends a worker. The kernel sends it when the rank dies.
-        for number in IGNORED_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-        die_with_parent()
-        end_on_feeder_error(_end_worker)
-        if self.parent_pid is not None and self.parent_pid != os.getppid():
-            os._exit(1)  # the parent died before prctl, and before torch's own watchdog started
-        if torch.get_deterministic_debug_mode() != self.deterministic_mode:  # only forked ones inherit it
-            torch.set_deterministic_debug_mode(self.deterministic_mode)
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker)
+def _start_worker(
+    worker_init_fn: Callable[[int], None] | None, deterministic_mode: int, parent_pid: int | None, worker: int
+) -> None:
+    """Initialize a worker."""
+    # A scheduler or a terminal signals the whole process group, but the rank may need this data to complete its step
+    # and save. So only SIGKILL ends a worker. The kernel sends it when the rank dies.
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    die_with_parent()
+    end_on_feeder_error(_end_worker)
+    if parent_pid is not None and parent_pid != os.getppid():
+        os._exit(1)  # the parent died before prctl, and before torch's own watchdog started
+    if torch.get_deterministic_debug_mode() != deterministic_mode:  # only forked ones inherit it
+        torch.set_deterministic_debug_mode(deterministic_mode)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 def _end_worker(error: Exception) -> None:

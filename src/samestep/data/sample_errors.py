@@ -3,6 +3,7 @@
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,52 +16,35 @@ from samestep.files import open_regular
 class WorkerFailure(NamedTuple):
     """A DataLoader worker sends this instead of a micro-batch. torch's own wrapper would lose the cause."""
 
-    kind: str
-    message: str
-    code: str
+    error: Error
     worker_traceback: str
 
 
 def pack(error: Error) -> WorkerFailure:
     """Convert an Error in a worker for sending."""
     text = "".join(traceback.format_exception(error.__cause__ or error))
-    return WorkerFailure(name_kind(error), str(error), error.code, text)
-
-
-def unpack(failure: WorkerFailure) -> Error:
-    """Restore the Error. Its cause holds the worker's traceback."""
-    error = KINDS[failure.kind](failure.message, code=failure.code)
-    error.__cause__ = RuntimeError(f"in a DataLoader worker:\n{failure.worker_traceback}")
-    return error
+    kind = KINDS[name_kind(error)]  # a script's own subclass may not be one that can be sent
+    return WorkerFailure(kind(str(error), code=error.code), text)
 
 
 def locate_error(error: Error, logs: Path | None, rank: int, place: str) -> Error:
-    """Return an Error of the data set or collate_fn with the rank, the place in the run and the path of its traceback.
+    """Return an Error of the data set or collate_fn with the rank and the place in the run. Raise it from
+    `error.__cause__`.
 
-    Raise it from `error.__cause__`.
+    Args:
+        logs: where the rank's log gets the traceback of the cause, whose path is then in the message.
     """
-    where = write_traceback(error, logs, rank)
+    where = ""
+    if logs is not None and error.__cause__ is not None:
+        log = logs / f"{rank}.log"
+        text = "".join(traceback.format_exception(error.__cause__))
+        with suppress(OSError):
+            logs.mkdir(parents=True, exist_ok=True)
+            with open(log, "a", opener=open_regular) as file:
+                file.write(f"{error}\n{text}")
+            where = f" (traceback: {log})"
     kind = KINDS[name_kind(error)]  # a script's own subclass may take other arguments
     return kind(f"{str(error).rstrip('.')}, on rank {rank} in {place}{where}", rank=rank, code=error.code)
-
-
-def write_traceback(error: Error, logs: Path | None, rank: int) -> str:
-    """Write the exception of the data set or collate_fn to the rank's log.
-
-    Returns:
-        A suffix for the message, with the path of the log; "" without logs.
-    """
-    if logs is None or error.__cause__ is None:
-        return ""
-    log = logs / f"{rank}.log"
-    text = "".join(traceback.format_exception(error.__cause__))
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "a", opener=open_regular) as file:
-            file.write(f"{error}\n{text}")
-    except OSError:
-        return ""
-    return f" (traceback: {log})"
 
 
 def explain(error: Exception, indices: Sequence[int], num_read: int | None) -> str:
@@ -73,16 +57,11 @@ def explain(error: Exception, indices: Sequence[int], num_read: int | None) -> s
     """
     what = "collate_fn" if num_read == len(indices) else "the data set"
     at = 0 if len(indices) == 1 else num_read
-    where = f"one of the samples {abbreviate(indices)}" if at in (None, len(indices)) else f"sample {indices[at]}"
+    shown = [*map(str, indices)] if len(indices) <= 8 else [*map(str, indices[:6]), f"... {indices[-1]}"]
+    where = f"one of the samples {', '.join(shown)}" if at in (None, len(indices)) else f"sample {indices[at]}"
     info = get_worker_info()
     worker = f", in DataLoader worker {info.id}" if info is not None else ""
     return f"{what} failed at {where} ({describe_error(error)}{worker})"
-
-
-def abbreviate(indices: Sequence[int]) -> str:
-    if len(indices) <= 8:
-        return ", ".join(map(str, indices))
-    return f"{', '.join(map(str, indices[:6]))}, ... {indices[-1]}"
 
 
 def describe_error(error: Exception) -> str:

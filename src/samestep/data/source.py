@@ -1,16 +1,24 @@
-"""Sources: data sets that are stored in shards and read by micro-batch."""
+"""Sources, which are stored in shards and read by micro-batch, and the directory `orders/` of a run.
 
+The directory holds what the samples of each step can be computed from again: the order of each epoch if a sampler gave
+it, and for each source that the run has used the list of its shards.
+"""
+
+import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from msgspec import Struct
-from numpy.typing import NDArray
 
 from samestep.decoding import Count, decode
 from samestep.errors import InvalidValue
+from samestep.files import open_regular, read_bytes, replace_file
 from samestep.hashing import hash_chunks
+from samestep.plan.order import Indices, check_order
+
+ORDERS = "orders"
 
 
 class Shard(NamedTuple):
@@ -77,7 +85,7 @@ class Source(Protocol):
         ...
 
 
-def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str]:
+def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], Indices, str]:
     """Return the shards of a source, their numbers of samples, and a hash of their names and sizes.
 
     Takes 0.4 us per shard. For another data set, there are no shards, and the hash is "".
@@ -103,17 +111,50 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
     return tuple(shards), sizes[0], mark
 
 
-class _Row(Struct, array_like=True):
-    name: str
-    num_samples: Count
-    num_bytes: Count
+def list_orders(run_dir: Path) -> list[str]:
+    """Return the paths of the files of orders and shards, relative to the run directory."""
+    return sorted(f"{ORDERS}/{path.name}" for path in (run_dir / ORDERS).glob("[es]*.*"))
 
 
-def format_shards(shards: Iterable[Shard]) -> bytes:
-    """Return the content of a file with the shards; `parse_shards` reads it."""
-    return json.dumps([*shards], separators=(",", ":")).encode()
+def order_file(epoch: int) -> str:
+    """Return the path of an epoch's order, relative to the run directory."""
+    return f"{ORDERS}/epoch-{epoch:08d}.npy"
 
 
-def parse_shards(text: bytes) -> list[Shard]:
-    """Return the shards from the text of `format_shards`. Raises ValueError if the text is damaged."""
-    return [Shard(row.name, row.num_samples, row.num_bytes) for row in decode(text, list[_Row])]
+def shards_file(shards_hash: str) -> str:
+    """Return the path of the list of a source's shards, relative to the run directory. The hash is `read_shards`'s."""
+    return f"{ORDERS}/shards-{shards_hash}.json"
+
+
+def read_order(run_dir: Path, epoch: int) -> Indices:
+    """Return the order that a sampler gave for an epoch. Raises OSError, ValueError or EOFError if it is damaged."""
+    with open(run_dir / order_file(epoch), "rb", opener=open_regular) as file:
+        indices = np.load(file, allow_pickle=False)
+    return check_order(indices, int(indices.max()) + 1, epoch)
+
+
+def keep_order(run_dir: Path, epoch: int, indices: Indices) -> str:
+    """Write the order that a sampler gave for an epoch. Returns a warning, or ""."""
+    content = io.BytesIO()
+    np.save(content, indices)
+    return _keep(run_dir / order_file(epoch), content.getvalue())
+
+
+def read_shard_sizes(run_dir: Path, shards_hash: str) -> list[int]:
+    """Return the number of samples of each shard. Raises OSError or ValueError if the list is damaged."""
+    shards = decode(read_bytes(run_dir / shards_file(shards_hash)), list[tuple[str, Count, Count]])
+    return [num_samples for _, num_samples, _ in shards]
+
+
+def keep_shards(run_dir: Path, shards_hash: str, shards: Sequence[Shard]) -> str:
+    """Write the list of a source's shards. Returns a warning, or ""."""
+    return _keep(run_dir / shards_file(shards_hash), json.dumps([*shards], separators=(",", ":")).encode())
+
+
+def _keep(path: Path, content: bytes) -> str:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, content, sync=True)
+    except OSError as error:
+        return f"{path.parent.name}/{path.name} could not be written ({error}): the run continues"
+    return ""

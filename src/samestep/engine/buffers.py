@@ -1,6 +1,5 @@
 """The buffers of modules, which change in forward passes: after a step they are the same at any number of ranks."""
 
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NoReturn
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.engine.control import BUFFER_BYTES, Control, Vote
+from samestep.engine.control import Control, Vote
 from samestep.engine.exchange import ReductionPlan
 from samestep.engine.leaf import Grads, PartialSums
 from samestep.errors import InvalidValue, UsageError
@@ -128,6 +127,10 @@ class Buffers:
 
     Args:
         modules: by name.
+
+    Attributes:
+        followed: the buffers, which have an entry each in the control block.
+        plan: how those that change are exchanged.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], group: Group) -> None:
@@ -136,21 +139,16 @@ class Buffers:
             for name, module in modules.items()
             for path, each in module.named_modules()
         }
-        # The modules' own dicts and sets, which change with them.
-        self._modules = [(path, get_buffers(each), get_non_persistent(each)) for each, path in paths.items()]
+        # By path: the modules' own dicts and sets, which change with them.
+        self._modules = {path: (get_buffers(each), get_non_persistent(each)) for each, path in paths.items()}
         self._group = group
         self._num_passes = 0
         self._places = set[Place]()
         self._follow(self._list())
 
-    @property
-    def num_buffers(self) -> int:
-        """Number of the buffers, which have an entry each in the control block."""
-        return len(self._buffers)
-
     def _list(self) -> dict[Place, Tensor]:
         places: dict[Place, Tensor] = {}
-        for path, held_by, non_persistent in self._modules:
+        for path, (held_by, non_persistent) in self._modules.items():
             for name, buffer in held_by.items():
                 if buffer is not None and buffer.layout is torch.strided and name not in non_persistent:
                     places[path, name] = buffer
@@ -159,25 +157,24 @@ class Buffers:
     def _follow(self, places: Mapping[Place, Tensor]) -> None:
         """Follow the buffers at these places from now on."""
         self._places = {*places}
-        held_by = {path: buffers for path, buffers, _ in self._modules}
         found: dict[int, _Buffer] = {}
         for (path, name), tensor in places.items():
             if id(tensor) not in found:  # else it has several places
-                found[id(tensor)] = _Buffer(f"{path}.{name}", held_by[path], name)
+                found[id(tensor)] = _Buffer(f"{path}.{name}", self._modules[path][0], name)
         for (path, name), tensor in places.items():
             # torch does not count its own writes to the statistics of BatchNorm, which change with their counter.
             counter = places.get((path, "num_batches_tracked"))
             if counter is not None and name in ("running_mean", "running_var"):
                 found[id(tensor)].leader = found[id(counter)]
-        self._buffers = [*found.values()]
+        self.followed = [*found.values()]
         self._use([])
 
     def _use(self, active: Sequence[int]) -> None:
         """Exchange these buffers: those that have changed in any pass, on any rank."""
         self._active = active
-        buffers = [self._buffers[k] for k in active]
+        buffers = [self.followed[k] for k in active]
         widened = [(buffer.path, torch.empty_like(buffer.tensor, dtype=_widen(buffer.tensor))) for buffer in buffers]
-        self._plan = ReductionPlan(widened, self._group)
+        self.plan = ReductionPlan(widened, self._group)
 
     def begin(self, layout: Layout) -> None:
         """Begin a pass: each of its micro-batches starts from the present values."""
@@ -191,21 +188,21 @@ class Buffers:
         places = self._list()
         if places.keys() != self._places:
             self._follow(places)
-        if not self._buffers:
+        if not self.followed:
             return
         for k in {*self._find_changes(), *self._active}:
-            self._buffers[k].hold()
+            self.followed[k].hold()
 
     def undo(self) -> None:
         """Restore the values that `hold` has remembered."""
         for k in self._find_changes():
-            self._buffers[k].restore()
+            self.followed[k].restore()
 
     def _find_changes(self) -> list[int]:
         """Return the buffers that were written or replaced."""
         compares = self._num_passes <= PASSES_COMPARED
-        changed = {buffer for buffer in self._buffers if buffer.is_changed(compares=compares)}
-        return [k for k, buffer in enumerate(self._buffers) if buffer in changed or buffer.leader in changed]
+        changed = {buffer for buffer in self.followed if buffer.is_changed(compares=compares)}
+        return [k for k, buffer in enumerate(self.followed) if buffer in changed or buffer.leader in changed]
 
     def take(self) -> None:
         """End the next micro-batch of this rank: note the values that it gave to buffers, and restore those before it.
@@ -213,8 +210,8 @@ class Buffers:
         Raises:
             UsageError: it has removed a buffer, or changed a shape.
         """
-        if self._buffers:
-            self._values.append({k: self._buffers[k].take() for k in self._find_changes()})
+        if self.followed:
+            self._values.append({k: self.followed[k].take() for k in self._find_changes()})
 
     def pack(self) -> bytes:
         """Return this rank's entries: how many micro-batches have changed each buffer.
@@ -224,10 +221,8 @@ class Buffers:
         """
         for path, name in sorted(self._list().keys() ^ self._places):
             _refuse_places(f"{path}.{name}")
-        counts = array("I", bytes(BUFFER_BYTES * len(self._buffers)))
-        for k in chain.from_iterable(self._values):
-            counts[k] += 1
-        return counts.tobytes()
+        changed = np.fromiter(chain.from_iterable(self._values), np.int64)
+        return np.bincount(changed, minlength=len(self.followed)).astype(np.uint32).tobytes()
 
     def exchange(self, packed: Sequence[bytes]) -> list[tuple[int, Tensor]]:
         """Return the new values of the buffers that any micro-batch has changed, by number.
@@ -245,29 +240,24 @@ class Buffers:
         if active := {*changed} - {*self._active}:
             self._use(sorted(active.union(self._active)))
         rows: list[Grads] = [[values.get(k) for k in self._active] for values in self._values]
-        last = rows.pop() if rows else []
         partial_sums = PartialSums(self._layout, self._group.rank)
-        for v, row in zip(partial_sums.held, rows, strict=False):  # without the last one
+        for v, row in zip(partial_sums.held[:-1], rows, strict=False):
             partial_sums.fold(v, row)
         if self._layout.world_size == 1:
-            sums = partial_sums.complete(last)
+            sums = partial_sums.complete(rows[-1])
         else:
-            exchange = self._plan.begin_exchange(partial_sums)
-            for i, value in enumerate(last):
+            exchange = self.plan.begin_exchange(partial_sums)
+            for i, value in enumerate(rows[-1] if rows else ()):
                 exchange.pack(i, value)
             _, sums = exchange.finish(Control(Vote()))
         totals = dict(zip(self._active, sums, strict=True))
-        return [(k, _finish(totals[k], counts[k], self._buffers[k].start)) for k in changed]
+        return [(k, _finish(totals[k], counts[k], self.followed[k].start)) for k in changed]
 
     def finish(self, values: Sequence[tuple[int, Tensor]]) -> None:
         """Give buffers the new values."""
         with torch.no_grad():
             for k, value in values:
-                self._buffers[k].tensor.copy_(value)
-
-    def forget_memory(self) -> None:
-        """Release the memory for exchanges, and the messages in it that have not arrived."""
-        self._plan.forget_exchange()
+                self.followed[k].tensor.copy_(value)
 
 
 def _refuse_places(path: str) -> NoReturn:

@@ -6,7 +6,6 @@ gathered, not summed.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import reduce
 from numbers import Real
@@ -75,23 +74,22 @@ class MicroBatchReport(NamedTuple):
     logged: Sequence[float] = ()
 
 
-@dataclass
-class Control:
+class Control(NamedTuple):
     """One rank's control block.
 
     Attributes:
         reports: per micro-batch.
-        buffers: see `Buffers.pack`.
-        used: a byte per parameter: whether a micro-batch used it.
         has_new_names: whether this rank logged values under names that are not in the block's format yet.
+        used: a byte per parameter: whether a micro-batch used it.
+        buffers: see `Buffers.pack`.
         order: a hash of the order in which this rank used the units of sharded models; 0 if none are sharded.
     """
 
     vote: Vote
     reports: Sequence[MicroBatchReport] = ()
-    buffers: bytes = b""
-    used: bytes = b""
     has_new_names: bool = False
+    used: bytes = b""
+    buffers: bytes = b""
     order: int = 0
 
 
@@ -106,29 +104,29 @@ class ControlFormat:
     """
 
     def __init__(self, layout: Layout, num_params: int, num_buffers: int = 0, num_names: int = 0) -> None:
-        self._head = Struct(f"<q?BQQI?Q{num_params}s{BUFFER_BYTES * num_buffers}s")
+        self._head = Struct(f"<q?BQQI?{num_params}s{BUFFER_BYTES * num_buffers}sQ")
         self._report = Struct(f"<Q{2 + 2 * num_names}d")
         num_bytes = self._head.size + max(map(len, layout.ranges)) * self._report.size
         self.size_bytes = -(-num_bytes // 64) * 64
 
     def pack_into(self, block: memoryview, control: Control) -> None:
         """Write a control block."""
-        head = (*control.vote, control.has_new_names, control.order, control.used, control.buffers)
-        self._head.pack_into(block, 0, *head)
+        vote, reports, *rest = control
+        self._head.pack_into(block, 0, *vote, *rest)
         offset = self._head.size
-        for *numbers, logged in control.reports:
+        for *numbers, logged in reports:
             self._report.pack_into(block, offset, *numbers, *logged)
             offset += self._report.size
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Read the control block of a rank that has `num_micro_batches`."""
-        *vote, has_new_names, order, used, buffers = self._head.unpack_from(block)
+        *vote, has_new_names, used, buffers, order = self._head.unpack_from(block)
         rows = block[self._head.size :][: num_micro_batches * self._report.size]
         entries = self._report.iter_unpack(rows)
         reports = [
             MicroBatchReport(fingerprint, loss, weight, logged) for fingerprint, loss, weight, *logged in entries
         ]
-        return Control(Vote(*vote), reports, buffers, used, has_new_names, order)
+        return Control(Vote(*vote), reports, has_new_names, used, buffers, order)
 
 
 class PassReports:

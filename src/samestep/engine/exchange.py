@@ -1,16 +1,16 @@
 """The exchange of gradients between ranks: bucket by bucket, from their partial sums to the sums of the whole batch."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.engine.control import Control, ControlFormat
-from samestep.engine.leaf import GradientHooks, Grads, PartialSums
+from samestep.engine.leaf import GradientHooks, Grads, ParameterGuard, PartialSums
 from samestep.engine.routes import (
     ALIGN_BYTES,
     AllGather,
@@ -26,8 +26,6 @@ from samestep.engine.sharded_unit import ShardedModels
 from samestep.plan.tree import Layout
 from samestep.torch_internals import count_storage_uses, get_storage
 from samestep.world.group import Group
-
-G = TypeVar("G", bound=Tensor | None)
 
 LEAST_BUCKET_BYTES = 1 << 20
 MAX_BUCKET_BYTES = 25 << 20
@@ -106,8 +104,7 @@ def build_buckets(
 
 def _find_strides(param: Tensor) -> tuple[int, ...]:
     """Return the parameter's strides if it is dense, else those of a contiguous tensor."""
-    stride: tuple[int, ...] = torch.empty_like(param, device="meta").stride()
-    return stride
+    return tuple(torch.empty_like(param, device="meta").stride())
 
 
 def _choose_dtype(tensor: Tensor, exchange_dtype: torch.dtype | None) -> torch.dtype:
@@ -133,6 +130,7 @@ class ReductionPlan:
         strides: per parameter, the strides of its sum.
         buckets: in the order in which they are exchanged.
         bucket_of: per parameter, the number of its bucket.
+        guard: of the parameters.
     """
 
     def __init__(
@@ -158,17 +156,17 @@ class ReductionPlan:
         cap_bytes = choose_cap_bytes(self.params, one_host=group.is_on_one_host)
         self.buckets = build_buckets(in_buckets, owners or [None] * len(in_buckets), exchange_dtype, cap_bytes)
         self.bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket.indices}
-        self._group = group
+        self.guard = ParameterGuard(self.names, self.params)
+        self.group = group
         self._exchange: Exchange | None = None
         self._key: tuple[Any, ...] = ()
 
-    def narrow(self, grads: list[G]) -> list[G]:
+    def narrow(self, grads: list[Any]) -> list[Any]:
         """Return gradients in the dtype in which they are exchanged."""
         dtype = self.exchange_dtype
         if dtype is None:
             return grads
-        narrowed: list[Any] = [None if grad is None else grad.to(_choose_dtype(grad, dtype)) for grad in grads]
-        return narrowed
+        return [None if grad is None else grad.to(_choose_dtype(grad, dtype)) for grad in grads]
 
     @cached_property
     def hooks(self) -> GradientHooks:
@@ -185,10 +183,10 @@ class ReductionPlan:
     def begin_exchange(self, partial_sums: PartialSums, num_buffers: int = 0, num_names: int = 0) -> "Exchange":
         """Begin an exchange with other ranks. `num_buffers`, `num_names`: see `ControlFormat`."""
         # An exchange refers to the connections of the group's generation.
-        key = partial_sums.layout, num_buffers, num_names, self._group.generation
+        key = partial_sums.layout, num_buffers, num_names, self.group.generation
         if self._exchange is None or key != self._key or self._exchange.is_kept:
             self._exchange = None  # first, so that there is only one: the last step of an epoch is shorter
-            self._exchange = Exchange(self, partial_sums.layout, self._group, num_buffers, num_names)
+            self._exchange = Exchange(self, partial_sums.layout, num_buffers, num_names)
             self._key = key
         self._exchange.begin(partial_sums)
         return self._exchange
@@ -208,10 +206,10 @@ class Exchange:
         waited_s: seconds that `send` has waited for other ranks.
     """
 
-    def __init__(self, plan: ReductionPlan, layout: Layout, group: Group, num_buffers: int, num_names: int) -> None:
+    def __init__(self, plan: ReductionPlan, layout: Layout, num_buffers: int = 0, num_names: int = 0) -> None:
         self._plan = plan
         self._layout = layout
-        self._group = group
+        self._group = group = plan.group
         self._form = ControlFormat(layout, len(plan.params), num_buffers, num_names)
         self.routes: list[Route] = []  # of the buckets; the last one, which may have no bucket, has the control blocks
         self._views: list[Sequence[Tensor]] = [()] * len(plan.params)  # slices of this rank's partial sums
@@ -237,12 +235,12 @@ class Exchange:
         # Per bucket, how many of its gradients the last micro-batch has not computed yet.
         self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in self._plan.buckets]
         self._pending: list[PendingOp] = []
-        self._failure: RuntimeError | None = None
-        self._attempt(self._expect)
-
-    def _expect(self) -> None:
-        for tag, route in enumerate(self.routes):
-            route.expect(tag)
+        self._failure: RuntimeError | None = None  # of `begin` or `send`; `finish` raises it
+        try:
+            for tag, route in enumerate(self.routes):
+                route.expect(tag)
+        except RuntimeError as error:
+            self._failure = error
 
     def pack(self, i: int, grad: Tensor | None) -> Tensor:
         """Copy this rank's sums of parameter i into its bucket. Returns the view that holds the last sum.
@@ -262,16 +260,12 @@ class Exchange:
         # The last bucket waits for the control block, in `finish`.
         while self._failure is None and len(pending) < len(missing) - 1 and not missing[len(pending)]:
             began_s = time.monotonic()
-            self._attempt(self._send_next)
+            try:
+                self._send_next()
+            except RuntimeError as error:
+                self._failure = error
             self.waited_s += time.monotonic() - began_s
         return packed
-
-    def _attempt(self, communicate: Callable[[], None]) -> None:
-        """Begin to communicate. `finish` raises its error."""
-        try:
-            communicate()
-        except RuntimeError as error:
-            self._failure = error
 
     def _pop_failure(self) -> RuntimeError:
         """Return the error. Its traceback refers to this object: the cycle would keep the connections open."""

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from samestep.engine.ownership import Ownership
 from samestep.engine.routes import start_all_to_all
-from samestep.plan.owners import choose_owners
+from samestep.plan.shards import choose_owners
 from samestep.torch_internals import compute_norms, get_local, group_by_kind, is_sharded
 from samestep.world.group import Group
 

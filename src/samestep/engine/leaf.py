@@ -162,7 +162,7 @@ class PartialSums:
         self._sums: list[Grads] = []
 
     def fold(self, v: int, grads: Grads) -> None:
-        """Add the gradients of micro-batch v, unless it is the last one: the sums that it completes become one."""
+        """Add the gradients of micro-batch v: the sums that it completes become one."""
         for _ in range(self.layout.count_merges(self._rank, v)):
             grads = add_grads(self._sums.pop(), grads)
         self._sums.append(grads)
@@ -205,7 +205,7 @@ def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 def add_grads(left: Grads, right: Grads) -> Grads:
     """Return the sums of pairs, see `add`."""
-    if not left or any(map(is_, (*left, *right), repeat(None))):
+    if not left or any(map(is_, (*left, *right), NONE)):
         return [*map(add, left, right)]
     add_all(left, right)
     return left
@@ -222,7 +222,7 @@ def average(sums: Grads, used: bytes, inverse: float) -> Grads:
 
 def list_present(grads: Grads) -> list[Tensor]:
     """Return the gradients of the parameters that were used."""
-    present: list[Any] = [*compress(grads, map(is_not, grads, repeat(None)))]
+    present: list[Any] = [*compress(grads, map(is_not, grads, NONE))]
     return present
 
 

@@ -5,14 +5,14 @@ numbers of bytes). All ranks send at the same time, and each link between hosts 
 per owner took twice to three times as long there; see docs/dev/divided_optimizers.md.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from samestep.engine.routes import pass_along_ring
-from samestep.plan.owners import choose_owners
+from samestep.plan.shards import choose_owners
 from samestep.world.group import Group
 from samestep.world.transport import split_chunks
 
@@ -79,34 +79,25 @@ def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
 
 def _pass_on(chunks: Sequence[Sequence[Tensor]], rank: int) -> None:
     """Send a chunk of each rank along the ring."""
-    data = [_pack(chunk, is_filled=owner == rank) for owner, chunk in enumerate(chunks)]
-    for owner in pass_along_ring(data, rank):
-        _unpack(data[owner], chunks[owner])
-
-
-def _pack(chunk: Sequence[Tensor], *, is_filled: bool) -> Tensor:
-    """Return the bytes of tensors, or memory for them. Of one tensor, it is the tensor's own memory."""
-    if len(chunk) == 1 and chunk[0].is_contiguous():
-        return chunk[0].detach().view(-1).view(torch.uint8)
-    data = torch.empty(sum(each.nbytes for each in chunk), dtype=torch.uint8)
-    for tensor, view in _list_views(data, chunk) if is_filled else ():
+    opened = [*map(_open, chunks)]
+    for tensor, view in opened[rank][1]:
         view.copy_(tensor)
-    return data
+    for owner in pass_along_ring([data for data, _ in opened], rank):
+        for tensor, view in opened[owner][1]:
+            tensor.copy_(view)
+        increment_version(chunks[owner])
 
 
-def _unpack(data: Tensor, chunk: Sequence[Tensor]) -> None:
-    """Copy received bytes to the tensors."""
+def _open(chunk: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return memory for the bytes of tensors, and the tensors with their slices of it.
+
+    A single tensor has the bytes in its own memory, and no slice.
+    """
     if len(chunk) == 1 and chunk[0].is_contiguous():
-        increment_version(chunk[0])
-        return
-    for tensor, view in _list_views(data, chunk):
-        tensor.copy_(view)
-
-
-def _list_views(data: Tensor, chunk: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tensors, the widest dtypes first so that all are aligned, each with its slice of `data`."""
-    start = 0
-    for tensor in sorted(chunk, key=lambda each: -each.element_size()):
-        view = data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        start += tensor.nbytes
-        yield tensor, view
+        return chunk[0].detach().view(-1).view(torch.uint8), []
+    data = torch.empty(sum(each.nbytes for each in chunk), dtype=torch.uint8)
+    widest_first = sorted(chunk, key=lambda each: -each.element_size())  # so all are aligned
+    slices = data.split([each.nbytes for each in widest_first])
+    return data, [
+        (each, view.view(each.dtype).view(each.shape)) for each, view in zip(widest_first, slices, strict=True)
+    ]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
-from operator import attrgetter, or_
+from operator import or_
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from samestep.engine.control import (
     find_logged,
 )
 from samestep.engine.exchange import ReductionPlan
-from samestep.engine.leaf import Grads, ParameterGuard, PartialSums, average, drop_grads
+from samestep.engine.leaf import Grads, PartialSums, average, drop_grads
 from samestep.engine.ownership import Ownership
 from samestep.engine.precision import MixedPrecision
 from samestep.engine.sharded_sum import ShardedSum
@@ -30,12 +30,6 @@ from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.tree import build_layout
 from samestep.torch_internals import shard_like
 from samestep.world.group import Group
-
-read_buffers = attrgetter("buffers")
-read_has_new_names = attrgetter("has_new_names")
-read_reports = attrgetter("reports")
-read_used = attrgetter("used")
-read_vote = attrgetter("vote")
 
 
 class Gradients:
@@ -54,7 +48,6 @@ class Gradients:
         buffers: of the models.
         logged_names: for which reports have values; the same on all ranks.
         plan: the parameters, and how their gradients are summed.
-        guard: of the parameters.
     """
 
     def __init__(
@@ -81,7 +74,7 @@ class Gradients:
 
     def set_parameters(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on. Arguments as for `ReductionPlan`."""
-        self.plan = plan = ReductionPlan(
+        self.plan = ReductionPlan(
             trained,
             self.group,
             untrained=untrained,
@@ -89,7 +82,6 @@ class Gradients:
             models=self._models,
             exchange_dtype=self._exchange_dtype,
         )
-        self.guard = ParameterGuard(plan.names, plan.params)
 
     def free_gathered(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered, if parameters are sharded."""
@@ -133,7 +125,7 @@ class Reduced:
         error: why the pass cannot be applied, on all ranks.
     """
 
-    votes: list[Vote]
+    votes: Sequence[Vote]
     reports: list[MicroBatchReport]
     is_used: bool
     logged: Sequence[Means] = ()
@@ -180,25 +172,24 @@ class PassAttempt:
         # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = gradients.precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
         drop_grads(plan.all)
-        gradients.guard.begin()
+        plan.guard.begin()
         gradients.buffers.begin(layout)
         partial_sums = PartialSums(layout, rank)
-        exchange = None
-        if layout.world_size > 1:
-            num_names = len(gradients.logged_names)
-            exchange = plan.begin_exchange(partial_sums, gradients.buffers.num_buffers, num_names)
         self._sum: TreeSum | ShardedSum
-        if plan.models is None or exchange is None:
-            self._sum = TreeSum(plan, partial_sums, exchange, gradients.guard)
+        if layout.world_size == 1:
+            self._sum = TreeSum(plan, partial_sums, None)
         else:
-            self._sum = ShardedSum(plan, plan.models, gradients.group, partial_sums, exchange, gradients.guard)
+            num_names = len(gradients.logged_names)
+            exchange = plan.begin_exchange(partial_sums, len(gradients.buffers.followed), num_names)
+            kind = TreeSum if plan.models is None else ShardedSum
+            self._sum = kind(plan, partial_sums, exchange)
         self.failure: UsageError | None = None
 
     def release(self) -> None:
         """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
         del self._sum
         self._gradients.plan.forget_exchange()
-        self._gradients.buffers.forget_memory()
+        self._gradients.buffers.plan.forget_exchange()
 
     def backward(self, v: int, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> float:
         """Run the backward of micro-batch v. Arguments and errors as for `Step.backward`.
@@ -253,13 +244,14 @@ class PassAttempt:
         has_new_names = not {*names}.issuperset(chain(*logged))
         num_params = len(gradients.plan.params)
         own_used = self._sum.used.to_bytes(num_params)
-        reports = self.reports.build(fingerprints, logged, names)
-        control = Control(vote, reports, buffers.pack(), own_used, has_new_names)
+        own_reports = self.reports.build(fingerprints, logged, names)
+        control = Control(vote, own_reports, has_new_names, own_used, buffers.pack())
         controls, sums = self._sum.finish(control)
-        reports = self._layout.sort(map(read_reports, controls))
-        used = reduce(or_, map(int.from_bytes, map(read_used, controls)))
-        reduced = Reduced([*map(read_vote, controls)], reports, is_used=bool(used))
-        if any(map(read_has_new_names, controls)):  # an additional exchange
+        votes, of_ranks, have_new_names, used_by_ranks, packed_buffers, _ = zip(*controls, strict=True)
+        reports = self._layout.sort(of_ranks)
+        used = reduce(or_, map(int.from_bytes, used_by_ranks))
+        reduced = Reduced(votes, reports, is_used=bool(used))
+        if any(have_new_names):  # an additional exchange
             reduced.logged = self._layout.sort(gradients.group.gather(logged))
             reduced.new_names = sorted({*chain(*reduced.logged)} - {*names})
         elif names:
@@ -274,7 +266,7 @@ class PassAttempt:
             inverse = gradients.micro_batch_size / self._scale / reduced.total_weight
             reduced.grads = average(sums, used.to_bytes(num_params), inverse)
         if control.buffers:
-            reduced.buffers = buffers.exchange([*map(read_buffers, controls)])
+            reduced.buffers = buffers.exchange(packed_buffers)
         return reduced
 
     def apply(self, reduced: Reduced) -> bool:
@@ -300,7 +292,7 @@ class PassAttempt:
                 code="SS205",
             )
         plan = gradients.plan
-        if gradients.precision.accepts(reduced.grads, self._agree):
+        if gradients.precision.accepts(reduced.grads, gradients.group if plan.is_divided else None):
             for param, grad in zip(plan.params, reduced.grads, strict=True):
                 param.grad = grad if grad is None or plan.models is None else shard_like(param, grad)
         else:
@@ -309,9 +301,3 @@ class PassAttempt:
         if reduced.buffers:
             gradients.buffers.finish(reduced.buffers)
         return has_gradients
-
-    def _agree(self, is_finite: bool) -> bool:
-        """Return whether the gradients of all ranks are finite."""
-        if not self._gradients.plan.is_divided:
-            return is_finite
-        return all(self._gradients.group.gather_number(is_finite))

@@ -1,7 +1,7 @@
 """Mixed precision: the context of `run.autocast()`, and the loss scale for float16."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from samestep.torch_internals import get_total_norm
+from samestep.world.group import Group
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROWTH_STEPS = 2000  # without an overflow, after which the loss scale is doubled
@@ -37,18 +38,20 @@ class MixedPrecision:
         """Return the context for a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
 
-    def accepts(self, gradients: Sequence[Tensor | None], agree: Callable[[bool], bool] = bool) -> bool:
+    def accepts(self, gradients: Sequence[Tensor | None], group: Group | None = None) -> bool:
         """Return whether an update may use the reduced gradients.
 
         Args:
             gradients: those that this rank has, and None for other parameters.
-            agree: returns whether the gradients of all ranks are finite, from whether those of this rank are.
+            group: the ranks, if the gradients are divided among them.
         """
         if not self._is_scaled:
             return True
         # The largest absolute value, because a sum of squares may overflow. One read-back for all gradients.
         largest = get_total_norm([each for each in gradients if each is not None and each.numel()], math.inf)
-        good = agree(bool(largest.isfinite()))
+        good = bool(largest.isfinite())
+        if group is not None:
+            good = all(group.gather_number(good))
         self._good_steps = self._good_steps + 1 if good else 0
         if not good:
             self.scale /= 2

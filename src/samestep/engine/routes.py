@@ -176,10 +176,8 @@ class Chunks(Route):
         bounds = [slice(peer * size, (peer + 1) * size) for peer in range(layout.world_size)]
         sends = [(whole[k, bounds[peer]], peer) for peer in peers for k in range(held[rank])]
         receives = [(chunks[peer, k], peer) for peer in peers for k in range(held[peer])]
-        if held[rank]:
-            chunks[rank].copy_(whole[:, bounds[rank]])
-        if sends or receives:
-            yield _exchange(sends, receives, tag)
+        chunks[rank].copy_(whole[:, bounds[rank]])
+        yield _exchange(sends, receives, tag)
         whole[0, bounds[rank]].copy_(add_parts(chunks.view(-1, size), layout))
         yield _exchange(
             [(whole[0, bounds[rank]], peer) for peer in peers],
@@ -203,17 +201,15 @@ class ToOwner(Route):
     def run(self, tag: int) -> Messages:
         layout, rank, owner = self.space.layout, self.space.rank, self.space.owner
         held = layout.parts[rank]
-        if not self._is_owner:
-            if held and owner is not None:
-                yield _exchange([(self._whole[: len(held)], owner)], [], tag)
-            return
-        rows = self._theirs.view(layout.world_size, layout.max_parts, -1)
-        receives = [
-            (rows[peer, : len(parts)], peer) for peer, parts in enumerate(layout.parts) if parts and peer != rank
-        ]
-        if receives:
+        if self._is_owner:
+            rows = self._theirs.view(layout.world_size, layout.max_parts, -1)
+            receives = [
+                (rows[peer, : len(parts)], peer) for peer, parts in enumerate(layout.parts) if parts and peer != rank
+            ]
             yield _exchange([], receives, tag)
-        add_parts(self._theirs, layout)
+            add_parts(self._theirs, layout)
+        elif held and owner is not None:
+            yield _exchange([(self._whole[: len(held)], owner)], [], tag)
 
 
 class Staged(Route):
@@ -304,18 +300,14 @@ def _exchange(
 
 def _plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple[int, slice, slice]]:
     """Return this rank's (peer, range to keep, range to give) in each round of halving, the nearest rank first."""
-    lo = 0
-    hi = num_elements
+    keep = slice(0, num_elements)
     path = []
-    distance = 1
-    while distance < world_size:
-        peer = rank ^ distance
-        mid = (lo + hi) // 2
-        lower, upper = slice(lo, mid), slice(mid, hi)
-        keep, give = (lower, upper) if rank < peer else (upper, lower)
+    for number in range(world_size.bit_length() - 1):
+        peer = rank ^ 1 << number
+        mid = (keep.start + keep.stop) // 2
+        halves = slice(keep.start, mid), slice(mid, keep.stop)
+        keep, give = halves if rank < peer else halves[::-1]
         path.append((peer, keep, give))
-        lo, hi = keep.start, keep.stop
-        distance *= 2
     return path
 
 

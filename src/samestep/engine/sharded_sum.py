@@ -9,7 +9,7 @@ If the ranks of a host hold subtrees, they add these first, so fewer bytes leave
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +17,11 @@ from torch import Tensor
 
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, ReductionPlan
-from samestep.engine.leaf import Grads, ParameterGuard, PartialSums, drop_grads, run_backward_alone
+from samestep.engine.leaf import Grads, PartialSums, drop_grads, run_backward_alone
 from samestep.engine.routes import Counts, Messages, PendingOp, start_all_to_all, wait_all
-from samestep.engine.sharded_unit import ShardedModels
 from samestep.errors import UsageError
 from samestep.hashing import hash_short
 from samestep.plan.tree import Node, count_merges, cover
-from samestep.world.group import Group
 
 
 class ChunkSum:
@@ -48,8 +46,7 @@ class ChunkSum:
         num_kept = len(self.sums)
         for (lo, hi), row in zip(nodes, rows[: len(nodes)], strict=True):
             total = row
-            num_within = count_merges(n, lo, hi - 1)
-            for _ in range(count_merges(n, self._first, hi - 1) - num_within):
+            for _ in range(count_merges(n, self._first, lo, hi)):
                 total = self.sums.pop().add_(total)
             self.sums.append(total)
             num_kept = min(num_kept, len(self.sums) - 1)
@@ -135,46 +132,36 @@ class ShardedSum:
 
     Args:
         exchange: of the control blocks.
-        guard: checks the parameters at the end of each micro-batch.
     """
 
-    def __init__(
-        self,
-        plan: ReductionPlan,
-        models: ShardedModels,
-        group: Group,
-        partial_sums: PartialSums,
-        exchange: Exchange,
-        guard: ParameterGuard,
-    ) -> None:
+    def __init__(self, plan: ReductionPlan, partial_sums: PartialSums, exchange: Exchange) -> None:
+        assert plan.models is not None
         self._plan = plan
         self._numbers = plan.unit_numbers
-        self._models = models
-        self._guard = guard
+        self._models = plan.models
         self.used = 0
-        self._world_size = group.world_size
         self._partial_sums = partial_sums
         self._exchange = exchange
         num_micro_batches = partial_sums.layout.num_micro_batches
-        self._chunks = ChunkExchange(num_micro_batches, group.rank, group.world_size, self._models.block_size)
+        rank, self._world_size = plan.group.rank, plan.group.world_size
+        self._chunks = ChunkExchange(num_micro_batches, rank, self._world_size, self._models.block_size)
         self._sums = [ChunkSum(num_micro_batches) for _ in self._models.units]
         self._order: list[int] = []  # of the units, in all backward passes
         self._under_way: list[PendingOp] = []  # exchanges of chunks
-        self._round = -1
         self._models.free_gathered()
         self._fired = bytearray(len(plan.params))  # 1: the parameter has got a gradient
-        self._counts = False  # whether the gradients of the current backward pass are added to the sums
+        self._first = -self._world_size  # micro-batch of the round
         self._begin_round()
 
     def _begin_round(self) -> None:
-        self._round += 1
+        self._first += self._world_size
         self._is_called = False  # step.backward was called
         # Units whose gradients are not on their way yet, and those whose gradients are.
-        self._missing = {k for k, numbers in enumerate(self._numbers) if any(map(self._is_trained, numbers))}
+        is_trained = [param.requires_grad for param in self._plan.params]
+        self._missing = {
+            k for k, numbers in enumerate(self._numbers) if any(i is not None and is_trained[i] for i in numbers)
+        }
         self._sent = set[int]()
-
-    def _is_trained(self, i: int | None) -> bool:
-        return i is not None and self._plan.params[i].requires_grad
 
     def backward(self, v: int, loss: Tensor, factor: float | Tensor | None, wanted: set[int] | None) -> float:
         """Run the backward pass, also of a loss that does not count: all ranks take part in the exchange.
@@ -186,19 +173,23 @@ class ShardedSum:
         self._is_called = True
         if wanted is not None:
             self._missing = {k for k in self._missing if not wanted.isdisjoint(self._numbers[k])}
-        self._counts = factor is not None and v in self._partial_sums.held
-        self._models.direct(self._reduce)
+        reduce = partial(self._reduce, factor is not None and v in self._partial_sums.held)
+        self._models.direct(reduce)
         try:
             run_backward_alone(self._plan.params, loss, 1.0 if factor is None else factor)
         finally:
             self._models.direct(None)
         for k, unit in enumerate(self._models.units):
             if unit.has_grads:  # the end of its backward pass was not found, such as without differentiable inputs
-                self._reduce(k)
+                reduce(k)
         return 0.0
 
-    def _reduce(self, k: int) -> None:
-        """Begin to exchange the gradients of a unit, and advance the exchanges of units before."""
+    def _reduce(self, counts: bool, k: int) -> None:
+        """Begin to exchange the gradients of a unit, and advance the exchanges of units before.
+
+        Args:
+            counts: whether the gradients are added to the sums.
+        """
         unit = self._models.units[k]
         grads = unit.take_grads()
         if k in self._sent:
@@ -208,7 +199,7 @@ class ShardedSum:
                 code="SS609",
             )
         if k in self._missing:
-            self._send(k, grads if self._counts else [None] * len(grads))
+            self._send(k, grads if counts else [None] * len(grads))
 
     def _send(self, k: int, grads: Sequence[Tensor | None]) -> None:
         self._missing.remove(k)
@@ -225,8 +216,7 @@ class ShardedSum:
                     grad.record_stream(stream)
         with torch.cuda.stream(stream):
             (chunks,) = self._plan.narrow([self._models.units[k].pack(grads)])
-            first = self._round * self._world_size
-            op = PendingOp(self._chunks.run(chunks, first, self._sums[k], self._models.process_group))
+            op = PendingOp(self._chunks.run(chunks, self._first, self._sums[k], self._models.process_group))
             if stream is not None:
                 wait_all([op])  # makes the stream wait, not the host
                 return
@@ -252,7 +242,7 @@ class ShardedSum:
         if (stream := self._models.stream) is not None:
             torch.cuda.current_stream().wait_stream(stream)
         drop_grads(self._plan.untrained)
-        self._guard.check()
+        self._plan.guard.check()
         self.used = int.from_bytes(self._fired)
         self._begin_round()
 
@@ -262,7 +252,7 @@ class ShardedSum:
         Raises:
             UsageError: the ranks have used other units, or in another order.
         """
-        controls, sums = self._exchange.finish(replace(control, order=hash_short(repr(self._order).encode())))
+        controls, sums = self._exchange.finish(control._replace(order=hash_short(repr(self._order).encode())))
         orders = [each.order for each in controls]
         other = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
         if other is not None:

@@ -34,13 +34,14 @@ class ShardedUnit:
 
     Attributes:
         name: for messages.
+        receive: to call when a backward pass has computed the unit's gradients. None: refuse backward passes.
     """
 
     def __init__(self, name: str, module: nn.Module, mesh: Any) -> None:
         from torch.distributed.fsdp import fully_shard
 
         self.name = name
-        self._receive: Callable[[], None] | None = None
+        self.receive: Callable[[], None] | None = None
         self._inputs: tuple[Any, Any] = (), {}
         self._edges: set[Edge] = set()  # of the inputs
         self._whole: list[nn.Parameter] = []
@@ -56,10 +57,6 @@ class ShardedUnit:
         owners = {id(getattr(owner, key)): (owner, key) for owner, key in _list_owners(module)}
         self._owners = [*owners.values()]
         self._num_chunks = mesh.size()
-
-    def direct(self, receive: Callable[[], None] | None) -> None:
-        """Call `receive` when a backward pass has computed the unit's gradients. None: refuse backward passes."""
-        self._receive = receive
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -136,7 +133,7 @@ class ShardedUnit:
         return inputs
 
     def _note_outputs(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        is_recomputed = self._receive is not None  # by an activation checkpoint, in a backward pass
+        is_recomputed = self.receive is not None  # by an activation checkpoint, in a backward pass
         if is_recomputed or not torch.is_grad_enabled():
             return
         for tensor in _find_differentiable(output):
@@ -147,7 +144,7 @@ class ShardedUnit:
         self._num_left += len(new)
 
     def _refuse_outside(self, _: Tensor) -> None:
-        if self._receive is None:
+        if self.receive is None:
             raise UsageError(
                 "a backward pass ran outside of step.backward (loss.backward(), or torch.autograd.grad for a gradient "
                 'penalty), which shard="fsdp2" does not support: use step.backward alone, or shard="optimizer"',
@@ -156,8 +153,8 @@ class ShardedUnit:
 
     def _count(self, *_: Any) -> None:
         self._num_left -= 1
-        if self._num_left == 0 and self._receive is not None:
-            self._receive()
+        if self._num_left == 0 and self.receive is not None:
+            self.receive()
 
     def _find_last_nodes(self, output: Any) -> list[Any]:
         """Return the nodes that have run when a backward pass has computed the gradients of parameters and inputs.
@@ -209,7 +206,7 @@ class ShardedModels:
     def direct(self, receive: Callable[[int], None] | None) -> None:
         """Call `receive` with the number of each unit whose gradients a backward pass has computed from now on."""
         for k, unit in enumerate(self.units):
-            unit.direct(None if receive is None else partial(receive, k))
+            unit.receive = None if receive is None else partial(receive, k)
 
 
 def _list_owners(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

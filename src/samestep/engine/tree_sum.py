@@ -18,7 +18,6 @@ from samestep.engine.exchange import Exchange, ReductionPlan
 from samestep.engine.leaf import (
     NONE,
     Grads,
-    ParameterGuard,
     PartialSums,
     drop_grads,
     list_present,
@@ -41,22 +40,18 @@ class TreeSum:
 
     Args:
         exchange: with the other ranks; None if there are none.
-        guard: of the parameters.
 
     Attributes:
         used: the parameters that this rank's micro-batches have used, a byte of 1 for each; as one number.
     """
 
-    def __init__(
-        self, plan: ReductionPlan, partial_sums: PartialSums, exchange: Exchange | None, guard: ParameterGuard
-    ) -> None:
+    def __init__(self, plan: ReductionPlan, partial_sums: PartialSums, exchange: Exchange | None) -> None:
         self._plan = plan
         self._partial_sums = partial_sums
         self._exchange = exchange
-        self._guard = guard
         self.used = 0
-        self._grads: list[Any] = [None] * len(plan.params)  # what step.backward has left in `.grad`
-        self._versions: dict[int, int] = {}  # of these gradients, by the number of the parameter
+        self._grads: dict[int, Tensor] = {}  # what step.backward has left in `.grad`, by the number of the parameter
+        self._versions: list[int] = []  # of these gradients
 
     def backward(self, v: int, loss: Tensor, factor: float | Tensor | None, wanted: set[int] | None) -> float:
         """Run the backward pass of micro-batch v. Returns the seconds in which it waited for other ranks.
@@ -82,25 +77,23 @@ class TreeSum:
         if wanted is not None:
             drop_grads([param for i, param in enumerate(params) if i not in wanted])
         grads: list[Any] = [*map(read_grad, params)]
-        numbers = [*compress(count(), map(is_not, grads, NONE))]
-        present = [*map(grads.__getitem__, numbers)]
+        self._grads = dict(compress(enumerate(grads), map(is_not, grads, NONE)))
+        present = [*self._grads.values()]
         storages = list_storages(present) if {*map(read_layout, present)} == {torch.strided} else []
         if len({*storages}) < len(present):
-            self._separate(grads, numbers)
-        self._grads = grads
-        self._versions = dict(zip(numbers, map(read_version, map(grads.__getitem__, numbers)), strict=True))
+            self._separate()
+        self._versions = [*map(read_version, self._grads.values())]
 
-    def _separate(self, grads: list[Any], numbers: Sequence[int]) -> None:
-        """Make gradients dense, and copy those that share memory with another one. `numbers`: those present."""
+    def _separate(self) -> None:
+        """Make gradients dense, and copy those that share memory with another one."""
         seen = set[int]()
-        for i in numbers:
-            grad = grads[i]
+        for i, grad in self._grads.items():
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()  # a sparse one has other rows on each rank
             elif get_storage(grad) in seen:  # one tensor for two parameters, or views that may overlap
                 grad = grad.clone()
             seen.add(get_storage(grad))
-            self._plan.params[i].grad = grads[i] = grad
+            self._plan.params[i].grad = self._grads[i] = grad
 
     def _send(self, exchange: Exchange, wanted: set[int] | None, i: int, grad: Tensor) -> None:
         """Send the gradient of parameter i, when its bucket is complete."""
@@ -108,7 +101,7 @@ class TreeSum:
         if wanted is not None and i not in wanted:
             param.grad = None
             return
-        if i in self._versions:
+        if i in self._grads:
             raise UsageError(
                 f"{self._plan.names[i]} got two gradients in one micro-batch (reentrant activation checkpointing?): "
                 "use torch.utils.checkpoint with use_reentrant=False",
@@ -123,7 +116,7 @@ class TreeSum:
         else:  # `.grad` cannot hold what is rounded
             exchange.send(i, *self._plan.narrow([grad]))
         self._grads[i] = grad
-        self._versions[i] = read_version(grad)
+        self._versions.append(read_version(grad))
 
     def close(self, v: int) -> None:
         """End micro-batch v, and fold it unless it is the last of this rank or another rank's.
@@ -132,28 +125,29 @@ class TreeSum:
             UsageError: the script has changed a gradient, or a parameter since the pass began.
         """
         grads: list[Any] = [*map(read_grad, self._plan.params)]
-        versions = [*map(read_version, map(self._grads.__getitem__, self._versions))]
-        if versions != [*self._versions.values()] or not all(map(is_, grads, self._grads)):
+        versions = [*map(read_version, self._grads.values())]
+        if versions != self._versions or not all(map(is_, grads, map(self._grads.get, count()))):
             self._refuse_changes(v, grads)
         held = self._partial_sums.held
         if v in held:
             self.used |= int.from_bytes(bytes(map(is_not, grads, NONE)))
         if v in held[-1:]:
             drop_grads(self._plan.untrained)
-            self._guard.check()
+            self._plan.guard.check()
             return  # `finish` folds it
         drop_grads(self._plan.all)
-        self._grads = [None] * len(grads)
-        self._versions = {}
+        self._grads.clear()
+        self._versions.clear()
         if v in held:
             self._partial_sums.fold(v, self._plan.narrow(grads))
 
     def _refuse_changes(self, v: int, grads: Sequence[Tensor | None]) -> None:
+        versions = dict(zip(self._grads, self._versions, strict=True))
         for i, (name, grad) in enumerate(zip(self._plan.names, grads, strict=True)):
-            if i not in self._versions:
-                if grad is not None:
-                    refuse_other_backward()
-            elif grad is None or grad is not self._grads[i] or read_version(grad) != self._versions[i]:
+            left = self._grads.get(i)
+            if left is None and grad is not None:
+                refuse_other_backward()
+            if left is not None and (grad is not left or read_version(left) != versions[i]):
                 raise UsageError(
                     f"the gradient of {name} was changed in micro-batch {v} (by loss.backward(), zero_grad or "
                     "clipping?), while it is only a partial sum: remove zero_grad(), which is not needed, and change "
@@ -166,14 +160,14 @@ class TreeSum:
         if self._exchange is None:
             return [control], self._complete_alone()
         drop_grads(self._plan.params)  # all are packed, so no memory is needed for those that were rounded
-        self._grads = [None] * len(self._grads)
-        self._versions = {}
+        self._grads.clear()
+        self._versions.clear()
         return self._exchange.finish(control)
 
     def _complete_alone(self) -> Grads:
         """Return the sums, with the strides and dtypes that they have with more ranks: norms sum in memory order."""
         plan = self._plan
-        sums = self._partial_sums.complete(plan.narrow(self._grads))
+        sums = self._partial_sums.complete(plan.narrow([*map(read_grad, plan.params)]))
         if plan.exchange_dtype is None and [*map(Tensor.stride, list_present(sums))] == plan.strides:
             return sums
         return [*map(_lay_out, sums, plan.params, plan.strides)]

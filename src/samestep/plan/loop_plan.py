@@ -11,7 +11,7 @@ from samestep.errors import InvalidValue
 from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.order import Indices, Order, build_order
 from samestep.plan.seeds import derive
-from samestep.plan.sizes import Span, check_numbers, check_positive, format_samples
+from samestep.plan.sizes import Span, check_numbers, check_positive
 from samestep.plan.tree import Layout, build_layout
 
 STREAM_LENGTH = 1 << 62  # the length of a stream, whose end is not known
@@ -31,22 +31,17 @@ class Task(NamedTuple):
     place: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True)
-class StepSamples:
-    """The samples of a step.
+class StepSamples(NamedTuple):
+    """The samples of a step, in order.
 
     Attributes:
-        pieces: an epoch and the samples of it, in order.
+        by_epoch: those of each epoch.
         fingerprint: the ledger's fingerprint of them.
     """
 
-    pieces: tuple[tuple[int, Indices], ...]
+    samples: Indices
+    by_epoch: Mapping[int, Indices]
     fingerprint: int
-
-    @property
-    def samples(self) -> Indices:
-        """The samples of all micro-batches, in order."""
-        return np.concatenate([samples for _, samples in self.pieces])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,7 +99,7 @@ class LoopPlan:
         check_numbers(self.batch_size, self.micro_batch_size, 1)
         if self.num_dropped == self._num_samples:
             raise InvalidValue(
-                f"drop_last leaves no step of {format_samples(self.length)} with batch_size {self.batch_size}: "
+                f"drop_last leaves no step of a data set of length {self.length} with batch_size {self.batch_size}: "
                 f"lower batch_size to at most {self.length}, or remove drop_last",
                 code="SS108",
             )
@@ -189,8 +184,6 @@ class LoopPlan:
     def _span(self, step: int) -> Span:
         """Return the positions of step `step`."""
         number = step - self.first_step
-        if number < 0:
-            raise IndexError(f"step {step} is before the loop, which begins at {self.first_step}")
         if self.is_endless:
             return number * self.batch_size, (number + 1) * self.batch_size
         epoch, step_of_epoch = divmod(number, self.steps_per_epoch)
@@ -246,7 +239,8 @@ class LoopPlan:
     def plan_step(self, step: int) -> StepSamples:
         """Return the samples of step `step`, with their epochs."""
         prints = [fingerprint(self.indices(span)) for span in self.micro_batches(step)]
-        return StepSamples(tuple(self._split(self._span(step)).items()), combine(prints))
+        by_epoch = self._split(self._span(step))
+        return StepSamples(np.concatenate([*by_epoch.values()]), by_epoch, combine(prints))
 
     def count_uses(self, epoch: int) -> Indices:
         """Return how often an epoch uses each sample of the data set, including those that `drop_last` leaves out."""
@@ -258,14 +252,14 @@ class LoopPlan:
     def _split(self, span: Span) -> dict[int, Indices]:
         """Return the samples of a span by epoch."""
         start, stop = span
-        pieces: dict[int, Indices] = {}
-        while start < stop:
-            number, offset = divmod(start, self._num_samples)
-            end = min(offset + stop - start, self._num_samples)
-            epoch = self.first_epoch + number
-            pieces[epoch] = np.asarray(self._order_of(epoch)[offset:end])
-            start += end - offset
-        return pieces
+        length = self._num_samples
+        by_epoch: dict[int, Indices] = {}
+        for number in range(start // length, (stop - 1) // length + 1):
+            order = self._order_of(self.first_epoch + number)
+            offset = number * length
+            samples = order[max(start - offset, 0) : min(stop - offset, length)]
+            by_epoch[self.first_epoch + number] = np.asarray(samples)
+        return by_epoch
 
     @cached_property
     def _order_of(self) -> Callable[[int], Order]:

@@ -6,6 +6,7 @@ positions can be read at any time, so resuming in the middle of an epoch costs n
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import cycle
 from math import isqrt
 from typing import Any, Protocol
 
@@ -49,12 +50,7 @@ def build_order(
 
     Args:
         shard_sizes: the samples of each shard, if the data set is stored in shards. They add up to `length`.
-
-    Raises:
-        ValueError: `length` or `epoch` is negative.
     """
-    if length < 0 or epoch < 0:
-        raise ValueError(f"length {length} and epoch {epoch} must not be negative")
     if not shuffle:
         return range(length)
     if np.count_nonzero(shard_sizes) > WINDOW_SHARDS:
@@ -125,20 +121,15 @@ class ShardedOrder:
         return int(self._stops[-1])
 
     def __getitem__(self, span: slice) -> Indices:
-        start = span.start
-        stop = span.stop
-        pieces = [np.empty(0, dtype=np.int64)]
-        window = int(np.searchsorted(self._stops, start, side="right"))
-        while start < stop:
-            window_stop = int(self._stops[window])
+        first, last = np.searchsorted(self._stops, (span.start, span.stop - 1), side="right").tolist()
+        taken: list[Indices] = []
+        for window in range(first, last + 1):
             order, stops, shifts = self._open(window)
-            offset = window_stop - len(order)
-            end = min(stop, window_stop)
-            places = order[start - offset : end - offset]  # places in the concatenated shards of the window
-            pieces.append(places + shifts[np.searchsorted(stops, places, side="right")])
-            start = end
-            window = window + 1
-        return np.concatenate(pieces)
+            offset = int(self._stops[window]) - len(order)
+            # positions in the concatenated shards of the window
+            positions = order[max(span.start - offset, 0) : min(span.stop - offset, len(order))]
+            taken.append(positions + shifts[np.searchsorted(stops, positions, side="right")])
+        return np.concatenate(taken)
 
     def _open_window(self, window: int) -> tuple[Order, Indices, Indices]:
         """Return the order of a window and, for each of its shards, its end in the window, and its first sample minus
@@ -185,26 +176,20 @@ class FeistelOrder:
 
     def _compute_block(self, start: int) -> Indices:
         stop = min(start + _BLOCK, self._length)
-        return self._permute(np.arange(start, stop, dtype=np.uint64))
-
-    def _permute(self, values: _Words) -> Indices:
-        length = np.uint64(self._length)
-        values = self._apply_rounds(values)
-        outside = np.flatnonzero(values >= length)
+        values = self._apply_rounds(np.arange(start, stop, dtype=np.uint64))
+        outside = np.flatnonzero(values >= self._length)
         while outside.size:
             values[outside] = self._apply_rounds(values[outside])
-            outside = outside[values[outside] >= length]
+            outside = outside[values[outside] >= self._length]
         return values.astype(np.int64)
 
     def _apply_rounds(self, values: _Words) -> _Words:
-        radix_a, radix_b = self._radices
+        _, radix_b = self._radices
         changed, fixed = np.divmod(values, radix_b)  # digits of radix a, b
-        radix = radix_a
-        other_radix = radix_b
         hashes = np.empty_like(values)
         spare = np.empty_like(values)
         half = np.uint64(32)
-        for key in self._keys:
+        for key, radix in zip(self._keys, cycle(self._radices), strict=False):
             np.multiply(fixed, _GOLDEN, out=hashes)
             hashes += key
             _mix(hashes, spare)
@@ -217,7 +202,6 @@ class FeistelOrder:
             np.subtract(changed, radix, out=spare)
             np.minimum(changed, spare, out=changed)
             changed, fixed = fixed, changed
-            radix, other_radix = other_radix, radix
         changed *= radix_b  # after an even number of rounds it is the digit of radix a again
         changed += fixed
         return changed

@@ -23,11 +23,8 @@ def derive(seed: int, purpose: str, *, step: int = 0, pass_: int = 0, micro_batc
     torch's CPU generator uses only the low 32 bits of a seed, so the probability that two of 65,536 micro-batches share
     their random numbers there is 0.4.
 
-    Raises:
-        ValueError: `purpose` is not one of `PURPOSES`.
+    Args:
+        purpose: one of `PURPOSES`.
     """
-    person = _PERSONS.get(purpose)
-    if person is None:
-        raise ValueError(f"purpose {purpose!r} is none of {', '.join(PURPOSES)}")
     fields = _pack(seed & _MASK_64, step, pass_, micro_batch)
-    return int.from_bytes(hashlib.blake2b(fields, digest_size=8, person=person).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(fields, digest_size=8, person=_PERSONS[purpose]).digest(), "little") >> 1

@@ -1,7 +1,6 @@
 """Checks the sizes of a run's steps, and describes how ranks share them."""
 
 from collections.abc import Callable
-from math import isqrt
 from numbers import Integral
 
 from samestep.errors import InvalidValue
@@ -62,7 +61,8 @@ def find_sizes(batch_size: int, micro_batch_size: int, world_size: int) -> dict[
     """Return arguments of a run whose step so many ranks can share: a smaller micro-batch, or else a larger batch."""
     if world_size > batch_size:
         return {"batch_size": world_size * micro_batch_size, "micro_batch_size": micro_batch_size}
-    return {"micro_batch_size": max(size for size in _divisors(batch_size) if batch_size // size >= world_size)}
+    divisors = (size for size in range(batch_size // world_size, 0, -1) if batch_size % size == 0)
+    return {"micro_batch_size": next(divisors)}
 
 
 def default_micro_batch_size(batch_size: int) -> int:
@@ -95,12 +95,3 @@ def check_positive(name: str, value: object) -> None:
     """Raise InvalidValue, with the number's name, if a value is not a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise InvalidValue(f"{name} must be a whole number above 0, found {value!r}", code="SS101")
-
-
-def format_samples(count: int) -> str:
-    return f"{count} sample{'s' if count != 1 else ''}"
-
-
-def _divisors(number: int) -> list[int]:
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})

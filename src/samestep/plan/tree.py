@@ -32,8 +32,6 @@ def split(lo: int, hi: int, rank: int = 1, world_size: int = 2) -> int:
     world_size, and rank 0 always has work. Shares differ by at most 1, because halving rounds in the same way as
     dividing: ceil(ceil(n / 2) / w) = ceil(n / 2w), and likewise for floor.
     """
-    if not 0 <= rank <= world_size:
-        raise ValueError(f"rank {rank} of {world_size}")
     while world_size % 2 == 0:
         world_size //= 2
         mid = (lo + hi + 1) // 2
@@ -47,26 +45,12 @@ def split(lo: int, hi: int, rank: int = 1, world_size: int = 2) -> int:
 
 
 @lru_cache(maxsize=4096)
-def count_merges(n: int, first: int, v: int) -> int:
-    """Return how many sums of a rank whose range starts at `first`, the newest ones, become one with micro-batch v.
+def count_merges(n: int, first: int, lo: int, hi: int) -> int:
+    """Return how many sums become one with that of the next node, (lo, hi), if the sums begin at micro-batch `first`.
 
-    They are the left children of all ancestors of leaf v that end with v and start within the range. The rank
-    already holds all of them.
+    They are the newest ones. The sums are always those of the largest complete subtrees so far.
     """
-    if not 0 <= first <= v < n:
-        raise ValueError(f"micro-batch {v} of {n} is not in a range that starts at {first}")
-    lefts: list[int] = []  # where they start
-    lo = 0
-    hi = n
-    while hi - lo > 1:
-        mid = split(lo, hi)
-        if v >= mid:
-            lefts.append(lo)
-            lo = mid
-        else:  # no ancestor above this node ends with v
-            lefts.clear()
-            hi = mid
-    return sum(left >= first for left in lefts)
+    return len(cover(n, first, lo)) + 1 - len(cover(n, first, hi))
 
 
 @dataclass(frozen=True)
@@ -101,7 +85,7 @@ class Layout:
 
     def count_merges(self, rank: int, v: int) -> int:
         """Return how many parts of a rank are complete with its micro-batch v, and become one with it."""
-        return 0 if self.in_rounds else count_merges(self.num_micro_batches, self.ranges[rank].start, v)
+        return 0 if self.in_rounds else count_merges(self.num_micro_batches, self.ranges[rank].start, v, v + 1)
 
     def sort(self, values: Iterable[Sequence[T]]) -> list[T]:
         """Return values of micro-batches in their order. `values`: per rank, those of its micro-batches."""
@@ -118,8 +102,6 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
     Args:
         in_rounds: see `Layout`.
     """
-    if n < 1 or world_size < 1:
-        raise ValueError(f"{n} micro-batches on {world_size} ranks: both must be at least 1")
     in_rounds = in_rounds and world_size > 1
     if in_rounds:
         ranges = tuple(range(rank, n, world_size) for rank in range(world_size))

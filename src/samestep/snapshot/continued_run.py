@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import is_url
-from samestep.data.order_files import ORDERS, list_orders
+from samestep.data.source import ORDERS, list_orders
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import copy_file, open_regular, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD

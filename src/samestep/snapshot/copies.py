@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from samestep.console import escape, read_terminal
-from samestep.data.order_files import list_orders
+from samestep.data.source import list_orders
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import open_regular, replacing
 from samestep.plan.ledger import RECORD as LEDGER_RECORD

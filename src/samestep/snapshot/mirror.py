@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from samestep.console import say
-from samestep.data.order_files import ORDERS, list_orders
+from samestep.data.source import ORDERS, list_orders
 from samestep.errors import Error, RunDirectoryError, needing
 from samestep.files import MAX_BYTES, open_regular, read_bytes, replace_file
 from samestep.hashing import hash_bytes

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from samestep.console import format_count
-from samestep.data.order_files import ORDERS
+from samestep.data.source import ORDERS
 from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import open_regular, replace_file, sync_directory
 from samestep.plan.ledger import RECORD as LEDGER_RECORD

@@ -11,7 +11,7 @@ import numpy as np
 
 from samestep.cli import print_json
 from samestep.console import escape, format_count
-from samestep.data.order_files import order_file, read_order, read_shard_sizes, shards_file
+from samestep.data.source import order_file, read_order, read_shard_sizes, shards_file
 from samestep.errors import Error
 from samestep.plan.ledger import Entry
 from samestep.plan.loop_plan import LoopPlan, StepSamples
@@ -83,12 +83,12 @@ class _Audit:
             problem = f"the ledger has a record of step {record.step} at its position"
         elif is_own and record.fingerprint != planned.fingerprint:
             problem = f"it should have used sample {first} and so on, but used others"
-        elif (record.epoch, record.num_samples) != (planned.pieces[0][0], len(planned.samples)):
+        elif (record.epoch, record.num_samples) != (min(planned.by_epoch), len(planned.samples)):
             problem = f"the ledger records {record.num_samples} samples of epoch {record.epoch}"
         if problem:
             self.problems.append(f"step {step}: {problem}")
         if not self._plan.is_stream:  # there, each sample is at one position
-            for epoch, samples in planned.pieces:
+            for epoch, samples in planned.by_epoch.items():
                 if epoch not in self._left:
                     self._left[epoch] = self._plan.count_uses(epoch)
                 np.subtract.at(self._left[epoch], samples, 1)
@@ -172,7 +172,7 @@ def show_samples(run: Path, record: Mapping[str, Any], *, is_json: bool) -> int:
     steps: list[dict[str, Any]] = []
 
     def show(step: int, used: StepSamples | None) -> None:
-        epoch, samples = (None, None) if used is None else (used.pieces[0][0], used.samples.tolist())
+        epoch, samples = (None, None) if used is None else (min(used.by_epoch), used.samples.tolist())
         if is_json:
             steps.append({"step": step, "epoch": epoch, "samples": samples})
         elif samples is None:

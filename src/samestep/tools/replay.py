@@ -12,7 +12,7 @@ import click
 from samestep.cli import JSON, print_json
 from samestep.config import Option, whole
 from samestep.console import escape, print_table, say, to_text
-from samestep.data.order_files import ORDERS, list_orders
+from samestep.data.source import ORDERS, list_orders
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, open_workdir, read_tail
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.data.content import find_leaves
 from samestep.data.loader import seed_all
 from samestep.errors import Error
+from samestep.hashing import find_leaves
 from samestep.plan.ledger import combine, fingerprint, to_bits
 from samestep.plan.seeds import derive
 from samestep.processes import leave

@@ -21,7 +21,7 @@ from samestep.errors import Error
 from samestep.files import open_workdir, read_tail
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.launch.target import ScriptCommand, Target, check_target, parse_sizes
-from samestep.plan.memory import ParamSize, RankMemory, compute_memory
+from samestep.plan.shards import ParamSize, RankMemory, compute_memory
 from samestep.tools.traced_script import exiting_on_sigterm, find_errors, read_lines, run_traced
 
 _OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")

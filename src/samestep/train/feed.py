@@ -6,7 +6,7 @@ from functools import partial
 
 from samestep.data.lanes import LanePosition
 from samestep.data.loader import Loaded, Loader
-from samestep.data.order_files import keep_order
+from samestep.data.source import keep_order
 from samestep.errors import InvalidValue
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task

@@ -12,7 +12,7 @@ from samestep.config import NO_INTERCEPTORS, OPTIONS, RunConfig
 from samestep.decoding import parse_json
 from samestep.engine.passes import Gradients
 from samestep.errors import InvalidValue
-from samestep.plan.memory import ParamSize
+from samestep.plan.shards import ParamSize
 from samestep.train.context import RunContext
 from samestep.train.loop_data import LoopData
 from samestep.train.step import StepInterceptor

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from samestep.console import describe_ranks, format_ranks
-from samestep.data.order_files import keep_shards
+from samestep.data.source import keep_shards
 from samestep.errors import InvalidValue
 from samestep.plan.sizes import describe_division
 from samestep.snapshot.logs import Heal

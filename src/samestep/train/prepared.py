@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.passes import Gradients
 from samestep.errors import InvalidValue
-from samestep.plan.memory import OUTSIDE, ParamSize
+from samestep.plan.shards import OUTSIDE, ParamSize
 from samestep.snapshot.run_record import ResumePoint
 from samestep.snapshot.serialization import SavedState
 from samestep.train import calls

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.data.content import hash_content
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
 from samestep.data.spec import DataSpec, has_lanes
 from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.files import read_bytes
-from samestep.hashing import hash_bytes
+from samestep.hashing import hash_bytes, hash_content
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
 from samestep.processes import run_captured
@@ -194,7 +193,8 @@ def _check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
     if lanes.num_lanes == 1 or has_lanes(lanes.dataset):
         return
     seeds = [derive(seed, "data", step=step, pass_=1) for step in range(NUM_COMPARED)]
-    tasks = [Task(lanes.indices(lane, step), seeds[step]) for step in range(NUM_COMPARED) for lane in (0, 1)]
+    places = [(step, lane) for step in range(NUM_COMPARED) for lane in (0, 1)]
+    tasks = [Task(lanes.indices(lane, step), seeds[step], (step, lane)) for step, lane in places]
     with closing(_read_hashes(spec, tasks)) as hashes:
         if all(first and first == second for first, second in zip(hashes, hashes, strict=True)):  # two at a time
             raise InvalidValue(

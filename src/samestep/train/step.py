@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samestep.data.content import hash_content
 from samestep.data.loader import Loaded, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.engine.control import MicroBatchReport, Value, Vote, average_batch, read_number
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
 from samestep.errors import Error, InvalidType, NotHealed, UsageError
+from samestep.hashing import hash_content
 from samestep.plan.ledger import combine
 from samestep.plan.sizes import Span
 from samestep.train.context import RunContext

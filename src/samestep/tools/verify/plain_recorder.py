@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Subset
 
-from samestep.data.content import find_leaves, hash_content
 from samestep.files import replace_file
+from samestep.hashing import find_leaves, hash_content
 from samestep.processes import Held, hold, wait_until
 from samestep.tools.verify.plain_checks import Pass, PlainRank, Update
 from samestep.torch_internals import LoaderIterator

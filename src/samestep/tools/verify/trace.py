@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.data.content import hash_content
-from samestep.hashing import hash_bytes, view_bytes
+from samestep.hashing import hash_bytes, hash_content, view_bytes
 from samestep.snapshot.serialization import digest_of, encode
 from samestep.tools.tracer import Tracer
 from samestep.torch_internals import gather_whole

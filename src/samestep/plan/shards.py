@@ -1,4 +1,4 @@
-"""Computes the memory that a rank needs for the state of a run, for each value of `shard`.
+"""How `shard` divides the state of a run among its ranks: the owner of each tensor, and the memory that a rank needs.
 
 The state is what a rank holds from step to step, with the gradients: parameters, gradients, the optimizers' state. With
 "fsdp2", parameters are also gathered while they are used. Not included: activations, messages, buffers of models, the
@@ -6,10 +6,8 @@ partial sums of a step with several micro-batches, and copies for snapshots.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from samestep.plan.owners import choose_owners
 
 OUTSIDE = 0  # the block of parameters that are in no block
 
@@ -54,6 +52,35 @@ class RankMemory:
     def total(self) -> int:
         """The sum of all."""
         return self.parameters + self.gradients + self.optimizer_state + self.gathered_block
+
+
+def choose_owners(sizes: Sequence[int], world_size: int, chosen: Mapping[int, int]) -> list[int]:
+    """Return the rank that owns each tensor, so that the ranks own about the same number of bytes.
+
+    Longest processing time first (Graham 1969, "Bounds on multiprocessing timing anomalies"): the largest tensor goes
+    to the rank with the fewest bytes, then the next one. No rank gets more than 4/3 of the best division's maximum.
+    Among equals, the first tensor and the first rank are taken, so the result depends on the arguments only.
+
+    Args:
+        sizes: bytes per tensor.
+        chosen: number of a tensor -> the rank that owns it already.
+
+    Example::
+
+        >>> choose_owners([40, 10, 30, 20], 2, {})
+        [0, 0, 1, 1]
+        >>> choose_owners([40, 10, 30, 20, 50], 2, {0: 0, 1: 0, 2: 1, 3: 1})
+        [0, 0, 1, 1, 0]
+    """
+    owners = [chosen.get(i, 0) for i in range(len(sizes))]
+    loads = [0] * world_size
+    for i, owner in chosen.items():
+        loads[owner] += sizes[i]
+    for i in sorted({*range(len(sizes))} - chosen.keys(), key=lambda i: (-sizes[i], i)):
+        owner = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        owners[i] = owner
+        loads[owner] += sizes[i]
+    return owners
 
 
 def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: int) -> RankMemory:
