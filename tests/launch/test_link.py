@@ -140,7 +140,7 @@ def run_node(nodes: Nodes, received: list[int] | None = None) -> Finish:
 
     launch = Launch(Target("script", "train.py"), 1, {}, received or [], nodes)
     with closing(Agent(Server(), launch)) as agent:  # type: ignore[arg-type]
-        return launcher.run_node(agent, launch)
+        return launcher.run_node(agent)
 
 
 @pytest.fixture

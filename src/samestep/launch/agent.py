@@ -124,7 +124,8 @@ class Agent:
     """The agent of one machine. One server forks its ranks; when all have ended, it can start them again.
 
     Attributes:
-        end: how the launch has ended.
+        launch: its parameters.
+        end: how it has ended.
         reports: of the ranks.
     """
 
@@ -132,14 +133,14 @@ class Agent:
         self.end: Finish | None = None
         self.reports = Reports()
         self._server = server
-        self._launch = launch
+        self.launch = launch
         self._directory = ""  # temporary, of the present start
         self._pids: dict[int, int] = {}  # of the ranks that run
         self._num_signals = 0
 
     def describe(self) -> Joined:
         """Describe this node to the supervisor."""
-        return Joined(read_host(), self._launch.num_ranks, find_source(self._launch.nodes.host))
+        return Joined(read_host(), self.launch.num_ranks, find_source(self.launch.nodes.host))
 
     def close(self) -> None:
         """Remove the temporary files."""
@@ -149,7 +150,7 @@ class Agent:
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, waiting for a moment."""
         events = self._poll_server()
-        received = self._launch.received
+        received = self.launch.received
         events += [Signalled(signum) for signum in received[self._num_signals :]]
         self._num_signals = len(received)
         return events
@@ -211,9 +212,9 @@ class Agent:
             case EndStuck(rank, reason) if rank in self._pids:
                 self.reports.failures[rank] = build_failure(rank, Stuck(reason), 1)
                 kill_group(self._pids[rank])
-            case Print(sentence) if self._launch.prints:
+            case Print(sentence) if self.launch.prints:
                 say(sentence)
-            case Report() if self._launch.prints:
+            case Report() if self.launch.prints:
                 self._report(command)
             case Finish():
                 self.end = command
@@ -222,7 +223,7 @@ class Agent:
 
     def _start(self, start: Start) -> None:
         """Request the ranks. Returns before their processes exist."""
-        launch = self._launch
+        launch = self.launch
         interface = LOOPBACK
         if launch.nodes.num_nodes > 1:
             interface = find_interface([launch.nodes.host, *start.addresses])
@@ -269,7 +270,7 @@ class Agent:
 
     def _is_shown(self, rank: int) -> bool:
         """Return whether the output of a rank goes to the terminal."""
-        return self._launch.shows_all or rank == 0
+        return self.launch.shows_all or rank == 0
 
     def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -195,10 +195,10 @@ class Supervision:
         link: None for a launch on one machine.
     """
 
-    def __init__(self, agent: Agent, launch: Launch, link: Link | None = None) -> None:
+    def __init__(self, agent: Agent, link: Link | None = None) -> None:
+        launch = agent.launch
         nodes = launch.nodes
         self._agent = agent
-        self._launch = launch
         self._link = link
         self._address = nodes.host if link is None else find_own_address(nodes.host)
         self._store: Any = None
@@ -214,7 +214,7 @@ class Supervision:
             events: list[tuple[int, Message]] = [(0, event) for event in agent.poll()]
             if self._link is not None:
                 events += self._link.receive()
-            if self._store is not None and self._launch.heals:
+            if self._store is not None and agent.launch.heals:
                 events.insert(0, (0, self._read_board()))
             for node, event in events or [(0, Tick())]:
                 self._handle(node, event)
@@ -227,7 +227,7 @@ class Supervision:
                 if target == 0:
                     # a new one, since the old one holds the earlier addresses
                     self._store = open_store(self._address)
-                    key = derive_key(self._launch.nodes.secret, "the ranks")
+                    key = derive_key(self._agent.launch.nodes.secret, "the ranks")
                     self._entries = SignedEntries(key.encode(), self._store)
                 told = replace(command, port=int(self._store.port))
             if isinstance(command, Continue):
@@ -249,16 +249,16 @@ class Supervision:
         )
 
 
-def run_node(agent: Agent, launch: Launch) -> Finish:
+def run_node(agent: Agent) -> Finish:
     """Run the ranks of this machine to the end of the launch. Raises Error if the nodes do not find each other."""
-    nodes = launch.nodes
+    nodes = agent.launch.nodes
     if nodes.num_nodes == 1:
-        return Supervision(agent, launch).run()
+        return Supervision(agent).run()
     others = range(1, nodes.num_nodes) if nodes.node == 0 else [0]
     link = Link(nodes.node, others, derive_key(nodes.secret, "the nodes"), _find_store(nodes))
     link.start()
     try:
-        return _follow(agent, launch, link) if nodes.node else Supervision(agent, launch, link).run()
+        return _follow(agent, link) if nodes.node else Supervision(agent, link).run()
     finally:
         link.close(FLUSH_S)
 
@@ -280,13 +280,13 @@ def _find_store(nodes: Nodes) -> Callable[[], Any]:
     return connect
 
 
-def _follow(agent: Agent, launch: Launch, link: Link) -> Finish:
+def _follow(agent: Agent, link: Link) -> Finish:
     """Run the agent of a node without the supervisor."""
-    nodes = launch.nodes
+    nodes = agent.launch.nodes
     link.send(0, agent.describe())
     deadline_s = time.monotonic() + nodes.timeout_s
     with saying_when_slow(f"waiting for up to {nodes.timeout_s:.0f} s for the launcher at {nodes.endpoint}", SAY_S):
-        while not (link.sees(0) or launch.received):
+        while not (link.sees(0) or agent.launch.received):
             if not link.is_alive() or time.monotonic() > deadline_s:
                 raise Error(
                     f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s: start the launcher on that "
@@ -294,8 +294,8 @@ def _follow(agent: Agent, launch: Launch, link: Link) -> Finish:
                     code="SS507",
                 )
             time.sleep(POLL_S)
-    if launch.received:
-        return Finish(find_exit_code(Outcome.STOPPED, launch.received[0]))
+    if agent.launch.received:
+        return Finish(find_exit_code(Outcome.STOPPED, agent.launch.received[0]))
     while agent.end is None:
         for event in agent.poll():
             link.send(0, event)
@@ -337,7 +337,7 @@ def run_launch(target: Target, values: dict[str, Any], nodes: Nodes) -> int:
         num_ranks = num_ranks or _count_ranks(values.get("device"))
         launch = Launch(target, num_ranks, values, received, nodes, **options)
         with closing(Agent(server, launch)) as agent:
-            end = run_node(agent, launch)
+            end = run_node(agent)
             if end.message:
                 print_error(f"samestep: error: {add_code(end.message, end.error_code)}")
             return end.code

@@ -9,7 +9,6 @@ import io
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import types
@@ -118,6 +117,7 @@ def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeTyp
 def _run_target(rank: int, kind: str, name: str, arguments: list[str], call: bytes) -> None:
     try:
         if kind == "call":
+            sys.path[:] = arguments
             _call(rank, call)
         else:
             code, main = load_main(kind, name, arguments)
@@ -128,9 +128,8 @@ def _run_target(rank: int, kind: str, name: str, arguments: list[str], call: byt
         raise known from error
 
 
-def _call(rank: int, pickled: bytes) -> None:
+def _call(rank: int, call: bytes) -> None:
     """Call the pickled function. Report rank 0's result, or an exception."""
-    sys.path[:], call = pickle.loads(pickled)
     try:
         fn, args, kwargs = cloudpickle.loads(call)
         if getattr(fn, "__module__", None) == "__main__":  # where plain pickle looks up its classes

@@ -1,7 +1,6 @@
 """`samestep.spawn`: calls a function on several ranks of this machine."""
 
 import io
-import pickle
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -86,10 +85,9 @@ def spawn(
     if not isinstance(nprocs, int) or nprocs < 1:
         raise InvalidValue(f"spawn needs nprocs of at least 1, not {nprocs!r}", code="SS101")
     call = _pickle_call(fn, tuple(args), dict(kwargs or {}))
-    path = [str(entry) for entry in sys.path]
     received: list[int] = []
     launch = Launch(
-        Target("call", "", call=pickle.dumps((path, call))),
+        Target("call", "", [str(entry) for entry in sys.path], call),
         nprocs,
         {"device": device},
         received,
@@ -100,7 +98,7 @@ def spawn(
     server = take_server()
     with closing(Agent(server, launch)) as agent:
         try:
-            end = _run(Supervision(agent, launch), received)
+            end = _run(Supervision(agent), received)
         except BaseException:
             server.close()
             raise

@@ -45,7 +45,8 @@ class Target:
 
     Attributes:
         kind: "script" (a file), "module", "recipe" (a module of samestep) or "call" (a function call).
-        call: the pickled sys.path and call.
+        arguments: of the script; of a call, the entries of sys.path.
+        call: the pickled call.
     """
 
     kind: str
