@@ -3,10 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO
 
 import psutil
@@ -16,14 +13,10 @@ from support.waiting import DEADLINE_S, wait_until
 
 
 class Command:
-    """Starts `samestep` in a directory, and finds all its processes.
-
-    Attributes:
-        python: the interpreter.
-    """
+    """Starts `samestep` in a directory, and finds all its processes."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.python = directory, sys.executable
+        self.directory = directory
         self.variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
         self.started: list[Popen] = []
 
@@ -32,10 +25,6 @@ class Command:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
-
-    def words(self, *arguments: str, program: str = "samestep") -> list[str]:
-        """The command line of `start`."""
-        return [self.python, "-m", program, *arguments] if program else [self.python, *arguments]
 
     def start(
         self,
@@ -46,9 +35,8 @@ class Command:
         real: bool = False,
     ) -> Popen:
         """Start it in its own process group, as a shell does. `host`: on another host. `real`: in a new interpreter."""
-        words = self.words(*arguments, program=program)
         process = Popen(
-            words,
+            [sys.executable, *(["-m", program] if program else []), *arguments],
             host=host,
             real=real,
             cwd=self.directory,
@@ -92,17 +80,3 @@ class Command:
                 if stream is not None:
                     stream.close()
         self.assert_nothing_left()
-
-
-@contextmanager
-def open_command(directory: Path) -> Iterator[Command]:
-    """A command in an empty directory. Kills all its processes at the end."""
-    command = Command(directory / "here")
-    command.directory.mkdir()
-    # Not in pytest's directory: data loaders open sockets here, and the path of a socket is limited to 107 bytes.
-    with TemporaryDirectory(prefix="t-", dir="/tmp") as temporary:
-        command.variables["TMPDIR"] = temporary
-        try:
-            yield command
-        finally:
-            command.close()

@@ -1,7 +1,7 @@
 """The group of ranks exchanges objects, whole tensors and errors."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ports import reserve_port
 
 import samestep
 from samestep.errors import Error, NotHealed, PeerFailed
@@ -22,12 +21,6 @@ from samestep.world.group import Group, find_ranks, may_be_death, open_group
 from samestep.world.process_group import choose_device
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def free_port() -> Iterator[int]:
-    with reserve_port() as port:
-        yield port
 
 
 def join() -> Group:
