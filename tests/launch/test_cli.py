@@ -149,12 +149,6 @@ def test_all_words_after_a_recipe_are_its_own() -> None:
     assert (program, values) == (["digits", "--steps=3", "--epochs", "1"], {"kills": 0})
 
 
-def test_recipes_are_listed_by_their_docstrings() -> None:
-    listed = run("train", "--help").stdout
-    assert "  digits" in listed
-    assert "  mlp" in listed
-
-
 def test_a_recipes_help_is_its_own_and_launchs() -> None:
     done = run("train", "--seed=1", "mlp", "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -76,8 +76,8 @@ def test_a_node_that_stands_still_is_lost_within_seconds(place: Place) -> None:
     first = place.open(0, [1])
     entries = SignedEntries(SECRET.encode(), place.store)
     for number in (1, 2):
-        entries.put("node/1", f"0123456789abcdef {number}")
-        wait_until(lambda: first._peers[1].beat == f"0123456789abcdef {number}", "it is seen")  # noqa: B023
+        entries.put("node/1", ("0123456789abcdef", number))
+        wait_until(lambda: first._peers[1].beat == ("0123456789abcdef", number), "it is seen")  # noqa: B023
     began_s = time.monotonic()
     assert first.sees(1)
     assert place.take(first, 1) == [(1, Lost())]
@@ -107,7 +107,7 @@ def repeat(place: Place, entries: SignedEntries) -> None:
 def forge(place: Place, entries: SignedEntries) -> None:
     """Entries with the signature of another secret."""
     forger = SignedEntries(b"another secret", place.store)
-    forger.put("node/1", "0123456789abcdef 7")
+    forger.put("node/1", ("0123456789abcdef", 7))
     for key in ("a/b/0", "node/0/0"):
         forger.put(key, Signal(9))
 
@@ -127,10 +127,12 @@ def test_a_stranger_is_not_heard(place: Place, attack: Callable[[Place, SignedEn
 
 def test_a_beat_of_an_earlier_start_is_no_node(place: Place) -> None:
     """The engine's store outlives a start of the agents."""
-    SignedEntries(SECRET.encode(), place.store).put("node/1", "0123456789abcdef 7")
+    SignedEntries(SECRET.encode(), place.store).put("node/1", ("0123456789abcdef", 7))
     first = place.open(0, [1])
+    first.send(1, Print("a message"))
     wait_until(lambda: first._count > 5, "it has looked")
     assert not first.sees(1)
+    assert place.take(place.open(1, [0]), 1) == [(0, Print("a message"))], "it was not sent to the earlier start"
 
 
 def run_node(nodes: Nodes, received: list[int] | None = None) -> Finish:

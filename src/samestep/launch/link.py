@@ -218,18 +218,13 @@ class Peer:
         waiting: messages to send once it is there.
     """
 
-    beat: str = ""
+    beat: tuple[str, int] = ("", 0)
     is_here: bool = False
     is_lost: bool = False
     beat_s: float = 0.0
     sent: int = 0
     received: int = 0
     waiting: deque[Message] = field(default_factory=deque)
-
-    @property
-    def process(self) -> str:
-        """The name of its process."""
-        return self.beat.partition(" ")[0]
 
 
 class Link(threading.Thread):
@@ -301,7 +296,7 @@ class Link(threading.Thread):
 
     def _work(self, entries: SignedEntries) -> None:
         self._count += 1
-        entries.put(f"node/{self._own}", f"{self._process} {self._count}")
+        entries.put(f"node/{self._own}", (self._process, self._count))
         for node, peer in self._peers.items():
             if not peer.is_lost:
                 self._exchange(entries, node, peer)
@@ -309,31 +304,32 @@ class Link(threading.Thread):
         self.is_open = True
 
     def _exchange(self, entries: SignedEntries, node: int, peer: Peer) -> None:
-        beat = entries.get(f"node/{node}", str)
+        beat = entries.get(f"node/{node}", tuple[str, int])
         if beat is None:  # it is not there, or a stranger has written its entry
             return
-        if beat != peer.beat and not self._note_beat(node, peer, beat):
+        if beat != peer.beat:
+            self._note_beat(node, peer, beat)
+        if peer.is_lost or not peer.is_here:
             return
+        process, count = beat
         while peer.waiting:
-            entries.put(f"{self._process}/{peer.process}/{peer.sent}", peer.waiting.popleft())
+            entries.put(f"{self._process}/{process}/{peer.sent}", peer.waiting.popleft())
             peer.sent += 1
         kind: Any = Message  # a union is no type for mypy
-        while (message := entries.get(f"{peer.process}/{self._process}/{peer.received}", kind)) is not None:
+        while (message := entries.get(f"{process}/{self._process}/{peer.received}", kind)) is not None:
             peer.received += 1
             self._inbox.append((node, message))
-        if " -" in peer.beat or time.monotonic() > peer.beat_s + LOST_S:
+        if count < 0 or time.monotonic() > peer.beat_s + LOST_S:
             self._lose(node, peer)
 
-    def _note_beat(self, node: int, peer: Peer, beat: str) -> bool:
-        """Note a new beat, and return whether the node is there."""
-        before = peer.process
+    def _note_beat(self, node: int, peer: Peer, beat: tuple[str, int]) -> None:
+        is_same = beat[0] == peer.beat[0]
         peer.beat = beat
         peer.beat_s = time.monotonic()
-        if peer.is_here and peer.process != before:
+        if peer.is_here and not is_same:
             self._lose(node, peer)  # it was started again
-            return False
-        peer.is_here = peer.process == before
-        return peer.is_here
+        else:
+            peer.is_here = is_same
 
     def _lose(self, node: int, peer: Peer) -> None:
         if not peer.is_lost:
