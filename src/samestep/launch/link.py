@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from msgspec import Struct
@@ -206,21 +207,27 @@ class Nodes:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class PeerState(Enum):
+    """Whether another node is there."""
+
+    UNSEEN = auto()  # it has not written two beats: its entry may be that of an earlier start
+    HERE = auto()
+    LOST = auto()
+
+
 @dataclass
 class Peer:
     """Another node, as this one sees it.
 
     Attributes:
         beat: its newest: the name of its process, and a number, which is negative at the end.
-        is_here: it has written two beats, so that its entry is not that of an earlier start.
         beat_s: when the newest was seen.
         sent, received: number of messages.
         waiting: messages to send once it is there.
     """
 
     beat: tuple[str, int] = ("", 0)
-    is_here: bool = False
-    is_lost: bool = False
+    state: PeerState = PeerState.UNSEEN
     beat_s: float = 0.0
     sent: int = 0
     received: int = 0
@@ -264,8 +271,8 @@ class Link(threading.Thread):
         return found
 
     def sees(self, node: int) -> bool:
-        """Return whether a node is there."""
-        return self._peers[node].is_here
+        """Return whether a node is there, or was."""
+        return self._peers[node].state is not PeerState.UNSEEN
 
     def close(self, limit_s: float) -> None:
         """Send what is left, and wait until the other nodes have closed their links, too."""
@@ -287,7 +294,7 @@ class Link(threading.Thread):
     def _say_goodbye(self, entries: SignedEntries) -> None:
         self._work(entries)
         if self._own == 0:  # the others must have read its last messages before the store closes
-            while any(peer.is_here and not peer.is_lost for peer in self._peers.values()):
+            while any(peer.state is PeerState.HERE for peer in self._peers.values()):
                 self._work(entries)
                 time.sleep(EVERY_S)
         else:
@@ -298,7 +305,7 @@ class Link(threading.Thread):
         self._count += 1
         entries.put(f"node/{self._own}", (self._process, self._count))
         for node, peer in self._peers.items():
-            if not peer.is_lost:
+            if peer.state is not PeerState.LOST:
                 self._exchange(entries, node, peer)
         self._alive_s = time.monotonic()
         self.is_open = True
@@ -309,7 +316,7 @@ class Link(threading.Thread):
             return
         if beat != peer.beat:
             self._note_beat(node, peer, beat)
-        if peer.is_lost or not peer.is_here:
+        if peer.state is not PeerState.HERE:
             return
         process, count = beat
         while peer.waiting:
@@ -326,14 +333,14 @@ class Link(threading.Thread):
         is_same = beat[0] == peer.beat[0]
         peer.beat = beat
         peer.beat_s = time.monotonic()
-        if peer.is_here and not is_same:
+        if is_same:
+            peer.state = PeerState.HERE
+        elif peer.state is PeerState.HERE:
             self._lose(node, peer)  # it was started again
-        else:
-            peer.is_here = is_same
 
     def _lose(self, node: int, peer: Peer) -> None:
-        if not peer.is_lost:
-            peer.is_lost = True
+        if peer.state is not PeerState.LOST:
+            peer.state = PeerState.LOST
             self._inbox.append((node, Lost()))
 
 

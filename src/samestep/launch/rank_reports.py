@@ -118,7 +118,7 @@ class LoopState(Struct, tag=True, frozen=True):
     run: BegunRun | None
 
 
-Report = RankFailure | Result | Log | LoopState
+RankReport = RankFailure | Result | Log | LoopState
 
 
 def set_reports(file: int) -> None:
@@ -133,7 +133,7 @@ def has_launcher() -> bool:
     return _file is not None
 
 
-def report(message: Report) -> None:
+def report(message: RankReport) -> None:
     """Report something to the launcher; without one, do nothing.
 
     All ranks of the machine share the position in the file, so that each line follows the one before.
@@ -202,9 +202,9 @@ class Reports:
         self._size += len(complete + end)
         for line in complete.split(b"\n"):
             with suppress(ValueError):  # it is empty, or the rank was killed while it wrote
-                self._note(decode(line, Report))  # type: ignore[arg-type]  # a union is no type for mypy
+                self._note(decode(line, RankReport))  # type: ignore[arg-type]  # a union is no type for mypy
 
-    def _note(self, message: Report) -> None:
+    def _note(self, message: RankReport) -> None:
         match message:
             case RankFailure():
                 self.failures[message.rank] = message
