@@ -206,19 +206,16 @@ ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSpro
 Blocks = Sequence[type[nn.Module]]
 
 
-def _take_rows(whole: Tensor, first: int, num_rows: int) -> Tensor:
-    return whole[first : first + num_rows]
-
-
-def shard_as(param: Any, value: Any, read_rows: Callable[[Tensor, int, int], Tensor] = _take_rows) -> Any:
+def shard_as(param: Any, value: Any, read_rows: Callable[[Tensor, int, int], Tensor] | None = None) -> Any:
     """Return a tensor with the shape of a sharded one with the same sharding; any other value as it is.
 
     Args:
-        read_rows: returns some rows of it: value, first row, number of rows -> tensor.
+        read_rows: returns some rows of a value without elements: value, first row, number of rows -> tensor.
     """
     if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
         return value
-    own = read_rows(value, find_first_row(param), len(get_local(param)))
+    first, num_rows = find_first_row(param), len(get_local(param))
+    own = value[first : first + num_rows] if read_rows is None else read_rows(value, first, num_rows)
     return shard_like(param, own.to(param.device, copy=True))
 
 

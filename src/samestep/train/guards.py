@@ -94,7 +94,7 @@ class MisuseChecks(StepObserver):
         is_ours = optimizer in self._optimizers
         state = self._context.state
         if not state.is_in_loop:
-            if is_ours and state.is_before_loops and _has_gradient(optimizer):
+            if is_ours and state.is_before_loops and any(param.grad is not None for param in list_params(optimizer)):
                 raise UsageError(
                     "optimizer.step() was called before the loop of the run: each rank trains alone there, on the "
                     "whole data set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)",
@@ -130,11 +130,6 @@ class MisuseChecks(StepObserver):
     def _sign(self) -> dict[str, tuple[int, Any, Any]]:
         """Return what identifies each parameter, by name."""
         return {name: (id(param), param.dtype, param.device) for name, param in self._objects.name_params().items()}
-
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    """Return whether an update would change a parameter."""
-    return any(param.grad is not None for param in list_params(optimizer))
 
 
 def name_replicated(objects: Objects) -> dict[str, nn.Parameter]:
