@@ -19,6 +19,7 @@ import samestep
 from samestep.recipes.digits import CNN, load_data
 
 EVERY = 100  # Run's default
+NEVER = 10**9  # steps
 TARGET = 0.005
 STEP, COMPARISON = "step", "comparison"
 
@@ -26,7 +27,7 @@ STEP, COMPARISON = "step", "comparison"
 def run_rank(num_rounds: int, steps_per_block: int) -> Times:
     """On each rank: sets a run up and measures its steps and its comparisons, in turns."""
     sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
-    run = samestep.Run(None, batch_size=96, micro_batch_size=24, device="cpu", compare_every=10**9)
+    run = samestep.Run(None, batch_size=96, micro_batch_size=24, device="cpu", compare_every=NEVER)
     model = CNN()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     run.prepare(model=model, optimizer=optimizer)
@@ -44,7 +45,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> Times:
     def compare() -> Iterator[None]:
         assert run._prepared is not None
         for number in itertools.count():
-            run._prepared.replicas.compare(-number - 1)
+            run._prepared.replicas.compare_if_due(NEVER * (number + 1), None)
             yield
 
     steps = train()

@@ -111,7 +111,7 @@ class MisuseChecks(StepObserver):
                 "it, so that its state is part of the snapshots",
                 code="SS215",
             )
-        if self._context.world_size > 1 and not is_ours:
+        if not is_ours and self._context.world_size > 1:
             self._others.add(optimizer)
             if step is not None and not step.is_open:
                 self._refuse_partial(optimizer, step.number)
@@ -188,17 +188,16 @@ class ReplicaChecks:
         now = self._read_checksums() if before else {}
         return next((name for name, value in before.items() if now.get(name) != value), "")
 
-    def is_due(self, step: int, epochs_done: int | None) -> bool:
-        """Return whether a comparison is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
-        return self._every is not None and self._every.is_due(step, epochs_done)
+    def compare_if_due(self, step: int, epochs_done: int | None) -> None:
+        """Compare after `step` steps if that is due, on all ranks: one exchange of 8 bytes.
 
-    def compare(self, step: int) -> None:
-        """Compare after `step` steps, on all ranks: one exchange of 8 bytes.
+        Args:
+            epochs_done: at the end of an epoch; else None.
 
         Raises:
             Error: they differ; the message names rank, host and tensor. Raised on all ranks.
         """
-        if self._alike_at != step:
+        if self._every is not None and self._every.is_due(step, epochs_done) and self._alike_at != step:
             self._compare(step, self._read_checksums())
 
     def _read_checksums(self) -> Mapping[str, int]:

@@ -242,11 +242,9 @@ class Loop:
         services = self._services
         stopping = services.stopping
         snapshotter = services.snapshotter
-        replicas = self._prepared.replicas
         if self.step is not None:
             self._on.end_body(self.step)
-        if replicas.is_due(steps_done, epochs_done):
-            replicas.compare(steps_done)
+        self._prepared.replicas.compare_if_due(steps_done, epochs_done)
         # Ranks that continue with a step notice in its exchange that another one waits here.
         if epochs_done is not None:
             calls.wait_for_call(self._context.group, stopping.call, snapshotter.take_asked())
