@@ -1,6 +1,5 @@
 """The ledger's records: fingerprints depend on the samples and their order, and floats keep their bits."""
 
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -12,7 +12,6 @@ from samestep.plan.loop_plan import LoopPlan
 from samestep.plan.sizes import (
     check_numbers,
     default_micro_batch_size,
-    describe_division,
 )
 
 counts = st.integers(1, 12)
@@ -25,12 +24,6 @@ def plan(length: Any, batch_size: Any, micro_batch_size: Any, **options: Any) ->
 def test_default_micro_batch_size() -> None:
     sizes = {1: 1, 7: 7, 96: 96, 127: 127, 128: 64, 192: 96, 254: 127, 256: 64, 508: 127, 512: 64, 1000: 125, 4096: 512}
     assert {batch_size: default_micro_batch_size(batch_size) for batch_size in sizes} == sizes
-
-
-def test_describe() -> None:
-    assert describe_division(16, 3) == "16 micro-batches on 3 ranks, which are 89 % busy"
-    more = "(for more, begin it with a larger batch_size or a smaller micro_batch_size)"
-    assert describe_division(1, 1) == f"1 micro-batch on 1 rank; at most 1 rank can share this run {more}"
 
 
 @pytest.mark.parametrize(

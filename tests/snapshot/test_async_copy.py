@@ -121,18 +121,6 @@ def test_what_is_written_to_is_torn(write: object) -> None:
     assert copy.torn == [locate(tensors["changed"])]
 
 
-def test_what_is_only_read_or_replaced_is_not_torn() -> None:
-    weight = torch.nn.Parameter(torch.randn(NUM_LARGE))
-    copy, targets = begin({"weight": weight.detach()})
-    before = weight.detach().clone()
-    (weight * 2).sum().backward()
-    weight.data = torch.zeros(NUM_LARGE)
-    copy.run()
-    copy.join()
-    assert copy.torn == []
-    assert torch.equal(targets["weight"], before)
-
-
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_finite(bad: float, dtype: torch.dtype) -> None:

@@ -129,14 +129,6 @@ def test_notes_that_no_run_writes(place: Path, notes: dict[str, Any]) -> None:
     assert parse_manifest(path.read_bytes()) == ({}, "manifest.json is damaged")
 
 
-def test_a_manifest_of_another_step_is_not_downloaded(place: Path) -> None:
-    snapshots = place / "run" / "snapshots"
-    (snapshots / "step-00000003").rename(snapshots / "step-00000009")
-    with pytest.raises(Error, match=r"step-00000009: manifest.json is of step 3"):
-        read_from_bucket(place)
-    assert not (place / "copy" / "snapshots").exists()
-
-
 def read_here(place: Path) -> Any:
     store = Store(place / "run")
     found = store.find("latest", warn=lambda sentence: None)
@@ -391,19 +383,6 @@ def use(run: Path) -> None:
         directory.write_status("done", "", {"steps": 1})
     finally:
         directory.close()
-
-
-@pytest.mark.parametrize(("name", "what", "why"), [
-    ("ledger.bin", "a directory", "Is a directory"),
-    ("metrics.jsonl", "a FIFO", "No such device or address"),
-    ("ledger.bin", "a link", "ledger.bin is a symbolic link"),
-])  # fmt: skip
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, name: str, what: str, why: str) -> None:
-    samestep.spawn(tiny_run, 1, (tmp_path / "run",), {"num_steps": 1})
-    (tmp_path / "run" / name).unlink()
-    PLANTED[what](tmp_path / "run" / name)
-    with pytest.raises(RunDirectoryError, match=rf"{name} cannot be written \({why}\): fix that, or name another"):
-        samestep.spawn(tiny_run, 1, (tmp_path / "run",), {"num_steps": 2})
 
 
 def test_the_same_without_links_writes_it_all(tmp_path: Path) -> None:

@@ -19,14 +19,11 @@ from samestep.snapshot.logs import (
     MAX_KEPT,
     NUM_READ,
     AppendLog,
-    Heal,
     KeptLogs,
     count_records,
     format_row,
     read_records,
 )
-from samestep.snapshot.run_directory import RunDirectory
-from samestep.watch.records import HEALS, read_rows
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 ROW = st.dictionaries(st.text(), VALUES, max_size=4)
@@ -164,17 +161,6 @@ def test_only_the_end_of_many_rows_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
     assert complete(keep(), tmp_path, many + b'{"st', b"".join(RECORDS), 4)[0] == many
 
 
-def test_rows_of_an_earlier_start_stay(tmp_path: Path) -> None:
-    """It may have ended with rows of the step that this rank has reached."""
-    before = b"".join(format_row({"step": step, "train/loss": 0.5}) for step in range(-9, 1)) + LINES[0]
-    for steps_done in (0, 4):
-        kept = keep(0)
-        kept.resume(len(before))
-        kept.write_row(ROWS[1])
-        assert kept.get_rows(1) == [ROWS[1]]
-        assert complete(kept, tmp_path, before, b"".join(RECORDS), steps_done)[0] == before + LINES[1]
-
-
 def test_a_gap_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotHealed, match="the ledger lacks steps"):
         complete(keep(first_step=2), tmp_path, b"", RECORDS[0], 4)
@@ -183,25 +169,3 @@ def test_a_gap_is_refused(tmp_path: Path) -> None:
         kept.write_row({"step": 0, "k": k})
     with pytest.raises(NotHealed, match="the metrics lack rows"):
         complete(kept, tmp_path, format_row({"step": 0, "k": 0}), b"", 0)
-
-
-@pytest.mark.parametrize("num_recorded", [0, 1, 2])
-def test_each_death_is_recorded_once(tmp_path: Path, num_recorded: int) -> None:
-    """Ranks 0 and 1 have died in turn. Rank 1 may have recorded one death, or both, before its own."""
-    (tmp_path / "run").mkdir()
-    heals = [Heal(4, [0], 3, 0.1), Heal(5, [2], 2, 0.1)]
-
-    def write(start: int, heals: list[Heal], seen_before: list[Heal]) -> None:
-        directory = RunDirectory(tmp_path / "run", warn=pytest.fail)
-        kept = KeptLogs()
-        kept.heals += seen_before
-        directory.continue_start(start, kept, 0, is_in_loop=False)
-        for heal in heals:
-            directory.write_heal(heal)
-        directory.close()
-
-    write(0, heals, [])  # of an earlier start, with the same ranks
-    write(1, heals[:num_recorded], [])
-    write(1, [Heal(6, [0, 1], 1, 0.1)], heals)  # it saw both deaths together
-    rows = [(row["start"], row["step"], row["lost"]) for row in read_rows(tmp_path / "run" / HEALS)]
-    assert rows == [(0, 4, [0]), (0, 5, [2]), (1, 4, [0]), (1, 5, [2]), (1, 6, [1])]

@@ -15,9 +15,7 @@ from states import assert_same, make_state, take_rows, write_divided
 from support.snapshots import read_snapshot, write_snapshot
 
 from samestep.errors import InvalidValue, RunDirectoryError
-from samestep.files import replace_file
-from samestep.snapshot.manifest import FORMAT, Snapshot, find_damage, name_part, seal
-from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.manifest import FORMAT, Snapshot, find_damage, name_part
 from samestep.snapshot.serialization import digest, encode
 from samestep.snapshot.store import Store
 
@@ -45,23 +43,6 @@ def read_mark(store: Store, which: int | str = "latest") -> Any:
     return read_snapshot(store, find(store, which=which))["state"]["best"]
 
 
-def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None:
-    assert store.snapshots() == []
-    assert store.find("latest") is None
-    assert list(tmp_path.iterdir()) == []
-    state = make_state(0.5)
-    path = write_snapshot(store, state, step=7, meta={"epoch": 1, "loss": 0.25, 3: [1, (2,)]})
-    assert path == tmp_path / "snapshots" / "step-00000007"
-    assert sorted(os.listdir(path)) == FILES[:3]
-    found = find(store)
-    assert (found.path, found.step, found.name, found.problem) == (path, 7, None, None)
-    assert found.manifest["meta"] == {"epoch": 1, "loss": 0.25, "3": [1, [2]]}
-    assert found.manifest["versions"]["torch"] == torch.__version__
-    assert found.size_bytes == sum((path / file).stat().st_size for file in FILES[1:3])
-    assert_same(read_snapshot(store, found), state)
-    assert found.manifest["digest"] == digest(state)
-
-
 def test_each_rank_writes_a_file(store: Store) -> None:
     path = write_divided(store, make_state(0.5), step=7)
     assert sorted(os.listdir(path)) == FILES
@@ -71,14 +52,6 @@ def test_each_rank_writes_a_file(store: Store) -> None:
     assert_same(read_snapshot(store, found), make_state(0.5))
     assert store.read_digest(found) == digest(make_state(0.5))
     assert max((path / part).stat().st_size for part in PARTS) < 4000 / 3 + 300
-
-
-def test_a_digest_of_whole_tensors_is_in_the_manifest(store: Store) -> None:
-    structure, tensors = encode({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
-    draft = store.begin(1, None)
-    store.prepare(draft, {"objects/b": tensors.pop("objects/b")}, 1)
-    store.commit(draft, store.prepare(draft, tensors), structure, step=1, name=None, meta={}, num_parts=2)
-    assert find(store).manifest["digest"] == digest({"objects": {"a": torch.ones(3), "b": torch.zeros(2)}})
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,13 +78,6 @@ def test_the_newest_is_the_one_of_most_steps(store: Store) -> None:
     for removed, mark in (("step-100000000", 40), ("step-00000040", 44)):
         shutil.rmtree(store.path / removed)
         assert read_mark(store) == mark
-
-
-def test_one_of_the_same_step_is_replaced(store: Store) -> None:
-    for mark in (1.0, 2.0):
-        write_snapshot(store, make_state(mark), step=5)
-    assert read_mark(store) == 2.0
-    assert os.listdir(store.path) == ["step-00000005"]
 
 
 # --- asked for what is not there -------------------------------------------------------------------------------------
@@ -199,17 +165,6 @@ def test_a_damaged_snapshot_is_skipped_and_the_sound_one_kept(damage: str, file:
     assert find(store, warnings).step == 1
 
 
-def test_no_digest_of_a_manifest_without_a_part(store: Store) -> None:
-    """The files that it names are sound, and do not have all rows."""
-    path = write_divided(store, make_state(1), step=1)
-    found = find(store)
-    files = {name: file for name, file in found.manifest["files"].items() if name != PARTS[1]}
-    manifest = seal({key: value for key, value in {**found.manifest, "files": files}.items() if key != "sha256"})
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunDirectoryError, match=r"step-00000001 holds no state that can be read"):
-        store.read_digest(find(store))
-
-
 def test_other_directories_are_skipped(store: Store) -> None:
     for step in (1, 2):
         write_snapshot(store, make_state(step), step=step)
@@ -290,14 +245,3 @@ def test_pruning_never_removes_the_newest_sound_one(store: Store) -> None:
         write_snapshot(store, make_state(step + 1), step=step + 1)
     store.prune(1)
     assert list_steps(store) == [(4, None)]
-
-
-def test_names_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a new run directory and of its new parents, and that of a file that is replaced."""
-    synced: list[Path] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
-    RunDirectory(tmp_path / "runs" / "new", warn=print).close()
-    assert synced == [tmp_path / "runs", tmp_path]
-    synced.clear()
-    replace_file(tmp_path / "file", b"content", sync=True)
-    assert [path.parent for path in synced] == [tmp_path, tmp_path.parent]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from samestep.watch.beats import PHASES, WARM_UP, Beat, describe_spent
+from samestep.watch.beats import PHASES, WARM_UP, Beat
 from samestep.watch.diagnosis import (
     END_S,
     GRACE_S,
@@ -19,7 +19,6 @@ from samestep.watch.diagnosis import (
     Action,
     Ending,
     EndOrder,
-    EndOthers,
     EndSelf,
     Limits,
     Moving,
@@ -123,18 +122,6 @@ def test_a_run_is_stopped_late(ranks: list[Beat]) -> None:
             assert not any(by.is_busy and not by.waits_in for by in active)
 
 
-def test_the_sentence() -> None:
-    ranks = [wait(rank, 50) for rank in range(8) if rank != 3]
-    slow = hear(3, "loading", 48, host="b", place="train.py:10 in __getitem__")
-    verdict = diagnose([*ranks, slow], Limits())
-    assert verdict is not None
-    assert verdict.blocking == (3,)
-    assert verdict.sentence == (
-        "rank 3 (host b) has been loading data for 48 s at step 120, train.py:10 in __getitem__; 7 ranks wait for it "
-        "in the reduction"
-    )
-
-
 @pytest.mark.parametrize(
     ("guilty", "words"),
     [
@@ -152,15 +139,6 @@ def test_each_cause_has_its_message(guilty: Beat, words: str) -> None:
     assert verdict.blocking == (1,)
     assert words in verdict.sentence
     assert verdict.sentence.endswith("; 2 ranks wait for it in the reduction")
-
-
-def test_a_collective_that_one_rank_skips() -> None:
-    there = [wait(rank, 25, waits_in="all_reduce", place="train.py:31 in main") for rank in (0, 2, 3)]
-    verdict = diagnose([*there, wait(1, 25, step=121)], Limits())
-    assert verdict is not None
-    assert verdict.blocking == (), "which of them is right is not known"
-    assert "rank 1 (host h0) in the reduction at step 121" in verdict.sentence
-    assert "ranks 0, 2 and 3 (host h0) in all_reduce (train.py:31 in main) at step 120" in verdict.sentence
 
 
 def test_all_wait_for_a_rank_that_joins() -> None:
@@ -206,12 +184,6 @@ def test_the_end_is_learnt_or_given() -> None:
     assert not is_final(900, Limits(), num_seen=1), "there is no earlier one to learn from"
     assert not is_final(10_000, Limits(), is_busy=True)
     assert is_final(61, build_limits(60), is_busy=True), "the user has set it"
-
-
-def test_where_the_time_went() -> None:
-    spent = {"starting": 99.0, "loading": 1.0, "forward": 2.0, "backward": 4.0, "reducing": 2.0, "saving": 1.0}
-    assert describe_spent(spent) == "compute 60 %, gradient reduction 20 %, snapshots 10 %, data 10 %"
-    assert describe_spent({}) == ""
 
 
 # --- what the ranks do about it ---------------------------------------------------------------------------------------
@@ -374,16 +346,6 @@ def simulate(
 
 def _describe(beat: Beat) -> dict[str, object]:
     return {"waits_in": beat.waits_in, "is_silent": beat.is_silent, "process": beat.process, "host": beat.host}
-
-
-def test_a_stopped_rank_is_ended_and_the_others_continue() -> None:
-    frozen = hear(1, "forward", 0, is_silent=True, process="stopped")
-    named, stopping, ended = simulate(build_facts(), [OWN, frozen], 65)
-    assert (named[0], stopping[0], ended[0]) == (10.0, 60.0, 62.0), "the others receive the order first"
-    assert isinstance(stopping[1], Say)
-    assert stopping[1].text == "nothing has moved for too long: stopping rank 1"
-    assert isinstance(ended[1], EndOthers)
-    assert (ended[1].frozen, ended[1].elsewhere) == ([(1, 1)], [])
 
 
 def test_a_rank_that_no_longer_responds_is_named_again() -> None:

@@ -5,7 +5,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from samestep.tools.live_view import (
     describe_end,
     format_rows,
 )
-from samestep.watch.beats import EXCHANGES, WARM_UP, Beat, PhaseClock, read_process_state
+from samestep.watch.beats import EXCHANGES, Beat, PhaseClock
 from samestep.watch.diagnosis import RankFacts, build_limits
 from samestep.watch.heartbeat import BeatExchange, Files, Heartbeat, Message
 from samestep.watch.records import RankStates, has_ended
@@ -77,51 +76,6 @@ def heartbeat(
         beating.close(is_last=is_last)
 
 
-def test_a_pulse_adds_up_the_time_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pulse = PhaseClock()
-    for took_s in (5.0, 4.0, 1.0, 2.0):
-        pulse.enter("forward", 7)
-        clock[0] += took_s
-    pulse.enter("reducing", 7)
-    clock[0] += 3.0
-    assert pulse.now == ("reducing", 7, 12.0)
-    assert pulse.spent_s() == {"starting": 0.0, "forward": 12.0}
-    forward = pulse.tallies["forward"]
-    assert (forward.num, forward.longest_s) == (4, 2.0), f"the first {WARM_UP} may compile"
-
-
-@pytest.mark.parametrize(
-    ("system", "said_of_it"),
-    [("", "nothing was heard of rank 0 .*: the process has died"), ("another", "the network is down")],
-)
-def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: str) -> None:
-    """It continues to show all ranks. It knows less of a process on another system with the same host name."""
-    box = Box()
-    with heartbeat(1, box, files=Files(tmp_path)) as (pulse, said):
-        with heartbeat(0, box):
-            wait_until(lambda: len(box.texts) == 2, "both tell")
-            first = json.loads(box.texts["beat/0"])["beat"]["number"]
-            wait_until(lambda: json.loads(box.texts["beat/0"])["beat"]["number"] > first + 2, "rank 0 goes on telling")
-            kept = box.texts["beat/0"]
-            assert not said
-        assert json.loads(box.texts["beat/0"])["beat"]["phase"] == "ended", "a rank that leaves reports it"
-        died = json.loads(kept)
-        died["beat"]["pid"] = 2**30  # there is no such process
-        died["beat"]["system"] = system or died["beat"]["system"]
-        died["beat"]["number"] += 1000  # new, whatever rank 1 has read so far
-        box.texts["beat/0"] = json.dumps(died)
-        for _ in range(WARM_UP + 2):
-            pulse.enter("loading", 4)
-        wait_until(lambda: said, "rank 1 says what is wrong with rank 0")
-        wait_until((tmp_path / "ranks.json").exists, "rank 1 publishes")
-        shown = json.loads((tmp_path / "ranks.json").read_text())["ranks"]
-        assert [rank["is_silent"] for rank in shown] == [True, False]
-    assert list(tmp_path.iterdir()) == []
-    assert re.search(said_of_it, said[0]), said
-
-
 def test_a_failed_check_is_said_once() -> None:
     calls: list[int] = []
 
@@ -148,19 +102,6 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
         assert beat.number == json.loads(newest)["beat"]["number"]
 
 
-def test_a_disk_that_hangs_does_not_silence_the_leader(tmp_path: Path) -> None:
-    def hang() -> bool:
-        held.wait(DEADLINE_S)
-        return False
-
-    held = threading.Event()
-    with heartbeat(0, None, world_size=1, files=Files(tmp_path, may_write=hang)) as (pulse, said):
-        pulse.enter("saving", 4)
-        wait_until(lambda: said, "it names the rank that is stuck")
-        held.set()
-    assert re.match(r"rank 0 \(host here\) has been saving for ", said[0]), said
-
-
 def test_a_rank_whose_check_does_not_run_is_silent() -> None:
     """Its other threads do not keep it alive: another rank leads."""
 
@@ -173,47 +114,6 @@ def test_a_rank_whose_check_does_not_run_is_silent() -> None:
         wait_until(lambda: said, "rank 1 leads")
         held.set()
     assert said[0].startswith("nothing was heard of rank 0 (host here) for "), said
-
-
-def test_beats_of_a_store_that_does_not_answer() -> None:
-    """The thread that requests the beats is blocked, and the other thread reports it."""
-
-    class Dead(Box):
-        def put(self, name: str, value: Any) -> None:
-            held.wait(DEADLINE_S)
-
-    held = threading.Event()
-    with heartbeat(1, Dead()) as (_, said):
-        wait_until(lambda: said, "it says that it is cut off")
-        held.set()
-    assert said[0].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_the_file_for_watch_is_removed_at_the_end(tmp_path: Path, is_last: bool) -> None:
-    """It stays while ranks form a new group. Otherwise `samestep watch` would say that the run was killed."""
-    files = Files(tmp_path, micro_batch_size=4)
-    with heartbeat(0, None, world_size=1, files=files, is_last=is_last) as (pulse, _):
-        pulse.enter("validating", 3)
-        wait_until((tmp_path / "ranks.json").exists, "it is shown")
-        record = json.loads((tmp_path / "ranks.json").read_text())
-        assert (record["ranks"][0]["rank"], record["micro_batch_size"]) == (0, 4)
-    assert (tmp_path / "ranks.json").exists() is not is_last
-
-
-# --- the state of a thread ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
-def test_the_state_of_a_process() -> None:
-    child = subprocess.Popen(["sleep", "60"])
-    assert read_process_state(child.pid) == "alive"
-    child.send_signal(19)
-    wait_until(lambda: read_process_state(child.pid) == "stopped", "it is stopped")
-    child.kill()
-    wait_until(lambda: read_process_state(child.pid) == "dead", "it is a zombie")
-    child.wait()
-    assert read_process_state(child.pid) == "dead"
 
 
 # --- samestep watch ---------------------------------------------------------------------------------------------------

@@ -54,24 +54,6 @@ def test_a_run(forward: Callable[[float], None], capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_lines_come_every_two_seconds_and_the_last_one_always(
-    forward: Callable[[float], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = begin()
-    for number in range(1, 102):
-        lines.step(number, 32, 0)
-        lines.log({"train/loss": float(number)}, number)
-        forward(0.1)
-    lines.log({"validation/loss": 1.0}, 102)  # by the script, before the step has ended
-    lines.close()
-    lines.close()
-    said = capsys.readouterr().out.splitlines()
-    assert said.pop() == "step 102  validation/loss 1"
-    assert [line.split("  ")[0] for line in said] == [f"step {1 + 20 * k}" for k in range(6)]
-    assert said[0] == "step 1  loss 1"
-    assert said[1] == "step 21  loss 21  320 samples/s"
-
-
 def test_a_long_run_prints_a_line_a_minute(
     forward: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,15 +66,6 @@ def test_a_long_run_prints_a_line_a_minute(
     assert steps[:3] == [1, 3, 5]
     assert len(steps) < 900
     assert steps[-1] - steps[-2] == 60
-
-
-@pytest.mark.usefixtures("forward")
-def test_a_line_has_values_of_one_step(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = begin()
-    for values, number in (({"x": 0.0, "y": 0.0}, 9), ({"z": 1.0}, 10), ({"x": 2.0}, 12), ({"loss": 2.0}, 12)):
-        lines.log(values, number)
-    lines.close()
-    assert capsys.readouterr().out.splitlines() == ["step 9  x 0  y 0", "step 12  x 2  loss 2"]
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

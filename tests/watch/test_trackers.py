@@ -15,9 +15,7 @@ import torch
 from support.tiny import tiny_run
 
 import samestep
-from samestep.config import OPTIONS
 from samestep.errors import Error
-from samestep.snapshot.run_record import ResumePoint, StartOptions, build_record
 from samestep.train.start import read_commit
 from samestep.watch import trackers as trackers_module
 from samestep.watch.tracker_services import MLflow, TensorBoard, WandB
@@ -151,17 +149,6 @@ def test_a_resumed_run_continues_without_a_tracker_that_cannot_start() -> None:
     assert warnings == [f"tracker Listed cannot start, and gets no rows: {FAILURE}"]
 
 
-def test_names_are_those_of_installed_packages() -> None:
-    check = OPTIONS["trackers"].check
-    mine = Listed()
-    built = Trackers(check("trackers", ["wandb", mine]), pytest.fail)._trackers
-    assert [type(tracker) for tracker in built] == [WandB, Listed]
-    assert check("--trackers", "tensorboard, mlflow") == ("tensorboard", "mlflow")
-    assert check("--trackers", "none") == check("--trackers", "") == ()
-    with pytest.raises(Error, match=r"^--trackers names 'wanbd', which is not a tracker; there are mlflow, "):
-        check("--trackers", "wanbd")
-
-
 CONFIG = {"lr": 0.1, "api_key": "x7", "pad_token": "<pad>", "db": [{"password": "x7", "port": 1}]}
 
 
@@ -211,20 +198,6 @@ def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert read_commit()["is_dirty"]
 
 
-def test_the_record_keeps_the_first_commit_and_lists_others() -> None:
-    def record(before: Mapping[str, Any], step: int, commit: str) -> tuple[dict[str, Any], list[str]]:
-        options = StartOptions({}, git={"commit": commit, "is_dirty": False} if commit else {})
-        return build_record(before, options, ResumePoint(step))
-
-    first, _ = record({}, 0, "a")
-    second, warnings = record(first, 5, "b")
-    third, _ = record(second, 7, "")  # git is gone
-    assert first["git"] == second["git"] == third["git"] == {"commit": "a", "is_dirty": False}
-    assert warnings == []
-    assert second["changes"] == third["changes"] == [{"after_step": 5, "changed": "commit a -> b"}]
-    assert record({}, 0, "")[0]["git"] == {}
-
-
 def read_events(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     """Return name -> steps and values, as the server of TensorBoard reads them."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
@@ -257,17 +230,6 @@ def test_tensorboard_forgets_what_the_run_lost(tmp_path: Path) -> None:
     assert [step for step, _ in events["weights"]] == [1, 2, 3]
     assert [step for step, _ in events["note/text_summary"]] == [1, 2, 3]
     assert [step for step, value in events["config/text_summary"] if b'"lr": 0.001' in value.item()] == [0, 3]
-
-
-def test_tensorboard_of_a_run_that_begins_again(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    for factor in (1.0, 10.0):  # killed before its first snapshot
-        tracker = TensorBoard(tmp_path / "logs")
-        tracker.start(about(None))
-        for step in range(3):
-            tracker.log({"loss": step * factor}, step)
-        tracker.finish("failed")
-    assert read_events(tmp_path / "logs")["loss"] == [(0, 0.0), (1, 10.0), (2, 20.0)]
 
 
 def test_tensorboard_without_a_directory_says_what_to_do() -> None:
