@@ -13,19 +13,10 @@ from support.runs import check, run_command
 
 from samestep.launch.target import ScriptCommand
 from samestep.tools.launch_command import run_launch, run_train
-from samestep.tools.verify.command import run_verify
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return commands.run([sys.executable, "-m", "samestep", *arguments], capture_output=True, text=True)
-
-
-def test_help() -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    for word in ("samestep train", "samestep launch", "samestep inspect", "Examples:"):
-        assert word in done.stdout
-    assert run().stdout == done.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["--version"], ["trian"]])
@@ -142,11 +133,6 @@ def test_flags_of_train_mix_with_the_recipes_own() -> None:
     assert program == ["mlp", "--save-every=5", "50", "--total-epochs", "2"]
     with pytest.raises(click.UsageError, match="'--seed' requires an argument"):
         parse(run_train, "mlp", "--seed")
-
-
-def test_all_words_after_a_recipe_are_its_own() -> None:
-    program, values = parse(run_verify, "--kills", "0", "digits", "--steps=3", "--epochs", "1")
-    assert (program, values) == (["digits", "--steps=3", "--epochs", "1"], {"kills": 0})
 
 
 def test_a_recipes_help_is_its_own_and_launchs() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,32 +82,6 @@ def test_a_script_sees_what_it_sees_under_python(command: Command, words: list[s
     launched = command.run("launch", "--nproc-per-node", "1", *arguments)
     assert launched.stderr == ""
     assert json.loads(launched.stdout) == json.loads(python.stdout)
-
-
-def test_overrides_and_defaults_reach_the_ranks(command: Command) -> None:
-    command.write(
-        "variables.py",
-        "import os, json, torch; print(json.dumps(dict(os.environ, threads=torch.get_num_threads())))",
-    )
-    flags = ["--batch-size", "96", "--run-dir=runs/x", "--fresh", "--device", "cpu"]
-    done = command.run("launch", *flags, "variables.py")
-    seen = json.loads(done.stdout)
-    expected = {
-        "SAMESTEP_BATCH_SIZE": "96",
-        "SAMESTEP_RUN_DIR": "runs/x",
-        "SAMESTEP_FRESH": "1",
-        "SAMESTEP_DEVICE": "cpu",
-        "SAMESTEP_LAUNCHER": "script",
-        "OMP_NUM_THREADS": "1",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "MASTER_ADDR": "127.0.0.1",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "threads": 1,
-    }
-    assert {name: seen[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -211,17 +184,6 @@ def test_ranks_get_one_signal_and_end_on_their_own(
     command.assert_nothing_left()
 
 
-def test_ctrl_c_without_a_handler(command: Command) -> None:
-    """Any script ends, without a traceback."""
-    command.write("plain.py", "import os, time\nopen('ready' + os.environ['RANK'], 'w').close()\ntime.sleep(600)")
-    launch = command.start("launch", "--nproc-per-node", "2", "plain.py")
-    command.wait_for("ready0", "ready1")
-    press_ctrl_c(launch.pid)
-    done = command.finish(launch)
-    assert (done.returncode, done.stderr) == (130, "")
-    command.assert_nothing_left()
-
-
 # The launcher is a new interpreter, and imports torch: 18 s, and 36 s on a busy machine.
 def test_a_signal_before_there_are_handlers(command: Command) -> None:
     """The signal stays pending until the launcher has handlers, and does not kill it. The ranks get it, too."""
@@ -282,23 +244,3 @@ def test_nothing_outlives_a_killed_launcher(command: Command, victim: str) -> No
         assert done.returncode == 2
         assert "the process that starts the ranks has died or was killed (out of memory?)" in done.stderr
     wait_until(lambda: not list(Path(command.variables["TMPDIR"]).glob("samestep-*")), "no file left")
-
-
-def test_data_loader_workers_and_threads_in_a_rank(command: Command) -> None:
-    command.variables["OMP_NUM_THREADS"] = "2"
-    command.write(
-        "loader.py",
-        "import torch\n"
-        "from torch.utils.data import DataLoader\n"
-        "print(sum(x.item() for x in DataLoader(range(10), num_workers=2)), torch.get_num_threads())",
-    )
-    done = command.run("launch", "loader.py")
-    assert (done.stdout, done.stderr) == ("45 2\n", "")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ports_are_open_on_this_machine_alone(command: Command) -> None:
-    command.write("port.py", "import os; print(os.environ['MASTER_PORT'], open('/proc/net/tcp').read())")
-    port, *lines = command.run("launch", "port.py").stdout.split("\n")
-    wanted = f":{int(port.split()[0]):04X} 00000000:0000 0A"
-    assert [line.split()[1].split(":")[0] for line in lines if wanted in line] == ["0100007F"]

@@ -84,15 +84,6 @@ def test_a_node_that_stands_still_is_lost_within_seconds(place: Place) -> None:
     assert time.monotonic() - began_s >= LOST_S - 1.0, "it was not lost before"
 
 
-def test_a_node_that_was_started_again_is_lost(place: Place) -> None:
-    """The launch has begun with another process, whose messages are not mixed with those of the new one."""
-    first, second = place.pair()
-    wait_until(lambda: first.sees(1), "it is there")
-    second._is_closing.set()
-    place.open(1, [0])
-    assert place.take(first, 1) == [(1, Lost())]
-
-
 def overwrite_beat(place: Place, entries: SignedEntries) -> None:
     place.store.set("samestep/node/1", b"x" * 99)
 
@@ -123,16 +114,6 @@ def test_a_stranger_is_not_heard(place: Place, attack: Callable[[Place, SignedEn
     second = place.open(1, [0])
     second.send(0, Print("a message"))
     assert place.take(first, 1) == [(1, Print("a message"))]
-
-
-def test_a_beat_of_an_earlier_start_is_no_node(place: Place) -> None:
-    """The engine's store outlives a start of the agents."""
-    SignedEntries(SECRET.encode(), place.store).put("node/1", ("0123456789abcdef", 7))
-    first = place.open(0, [1])
-    first.send(1, Print("a message"))
-    wait_until(lambda: first._count > 5, "it has looked")
-    assert not first.sees(1)
-    assert place.take(place.open(1, [0]), 1) == [(0, Print("a message"))], "it was not sent to the earlier start"
 
 
 def run_node(nodes: Nodes, received: list[int] | None = None) -> Finish:

@@ -1,12 +1,10 @@
 """`samestep.spawn`: any function on several ranks, what it returns and raises, and that no process remains."""
 
-import multiprocessing.util
 import os
 import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,16 +17,6 @@ import samestep
 from samestep import processes
 from samestep.launch import forkserver
 from samestep.launch.agent import Agent
-
-
-class NotPicklable(Exception):
-    def __reduce__(self) -> Any:
-        raise TypeError("I stay")
-
-
-class NeedsTwo(Exception):
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(f"{first} and {second}")
 
 
 def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
@@ -49,47 +37,6 @@ def children() -> list[psutil.Process]:
     return [rank for server in find_servers() for rank in server.children(recursive=True)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 5, 12])
-def test_rank_0s_value_returns(num_ranks: int) -> None:
-    x, pid = samestep.spawn(sum_ranks, num_ranks, (2,))
-    assert torch.equal(x, torch.tensor([num_ranks * (num_ranks + 1)]))
-    assert pid != os.getpid()
-    assert not psutil.pid_exists(pid)
-    assert find_servers()
-    assert children() == []
-
-
-def test_closures_lambdas_and_keywords() -> None:
-    weight = torch.arange(3.0)
-
-    def scale(x: torch.Tensor, *, by: float) -> torch.Tensor:
-        return x * by + weight
-
-    assert torch.equal(samestep.spawn(scale, 1, (weight,), {"by": 2.0}), weight * 3)
-    assert samestep.spawn(lambda: os.environ["COLOUR"], 2, env={"COLOUR": "green"}) == "green"
-    kept = Path(samestep.spawn(multiprocessing.util.get_temp_dir, 1))  # no worker of a killed rank is left
-    assert kept.name.startswith("samestep-")
-    assert not kept.exists()
-    assert samestep.spawn(lambda: os.environ["SAMESTEP_DEVICE"], device="cpu") == "cpu"
-
-
-def test_functions_keep_their_file_and_lines() -> None:
-    """Those that are pickled by value, too, whichever version of cloudpickle is installed."""
-
-    def train() -> list[tuple[str, int]]:
-        codes = [train.__code__, (lambda: None).__code__]
-        return [(code.co_filename, code.co_firstlineno - codes[0].co_firstlineno) for code in codes]
-
-    assert samestep.spawn(train) == [(__file__, 0), (__file__, 1)]
-
-
-def test_later_spawns_are_forked_from_the_process_of_the_first() -> None:
-    """That process has imported torch, which takes most of the time."""
-    first = samestep.spawn(os.getppid)
-    assert first != os.getpid()
-    assert samestep.spawn(os.getppid, 2) == first
-
-
 def test_the_first_failing_ranks_own_error_is_raised() -> None:
     def fail() -> None:
         dist.init_process_group("gloo")
@@ -104,16 +51,6 @@ def test_the_first_failing_ranks_own_error_is_raised() -> None:
     assert "in fail" in note
     assert "run_rank" not in note
     assert children() == []
-
-
-@pytest.mark.parametrize("kind", [NotPicklable, NeedsTwo])
-def test_errors_that_cannot_be_pickled(kind: type[Exception]) -> None:
-    def fail() -> None:
-        raise kind(1, 2)
-
-    with pytest.raises(RuntimeError, match=f"rank 0 raised {kind.__name__}: ") as caught:
-        samestep.spawn(fail)
-    assert f"{kind.__name__}: " in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

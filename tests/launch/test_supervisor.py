@@ -29,7 +29,7 @@ from samestep.launch.link import (
     Tick,
 )
 from samestep.launch.rank_reports import SOON_S, RankFailure
-from samestep.launch.supervisor import KILL_S, Policy, RankState, State, Supervisor
+from samestep.launch.supervisor import Policy, RankState, State, Supervisor
 from samestep.world.environment import Outcome
 from samestep.world.membership import GENERATION_S
 
@@ -205,10 +205,6 @@ def test_exit_codes(signums: Sequence[int], ends: Sequence[Event], code: int) ->
     assert launch.end.code == code
 
 
-def test_a_signal_before_there_are_ranks() -> None:
-    assert Launch(0, 2).do(Joined("h", 1), Signalled(signal.SIGUSR1)).end.code == 75
-
-
 def test_a_scheduler_signals_each_node() -> None:
     """The ranks save. The second signal that one node receives kills them."""
     launch = Launch(2, 2)
@@ -219,12 +215,6 @@ def test_a_scheduler_signals_each_node() -> None:
     assert again.tell(Signal)[-1] == Signal(signal.SIGKILL), "also those that complete a snapshot"
     ends = [Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in range(2)]
     assert launch.do(*ends).end.code == 75
-
-
-def test_ranks_that_cannot_be_killed_are_given_up() -> None:
-    launch = Launch().do(died(1)).do(Tick(), after_s=1.0)
-    assert launch.supervisor.state is State.KILLING
-    assert launch.do(Tick(), after_s=KILL_S).end.code == 137
 
 
 def test_a_death_is_blamed_if_the_others_fail_soon_after() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from processes import Command
-from support.hosts import Host
 
 # Each rank listens at its own address, and connects to that of the next rank. Both are in TF_CONFIG.
 MEET = """
@@ -41,18 +40,3 @@ def test_ranks_of_a_machine_meet_again_after_a_restart(command: Command) -> None
         assert len(set(workers)) == 3
         assert all(worker.startswith("127.0.0.1:") for worker in workers)
     command.assert_nothing_left()
-
-
-def test_ranks_of_two_hosts_meet(command: Command, all_hosts: list[Host]) -> None:
-    command.write("meet.py", MEET)
-    hosts = all_hosts[:2]
-    flags = ["--nnodes=2", f"--rdzv-endpoint={hosts[0].address}:29431", "--nproc-per-node=2", "--tf-config"]
-    launches = [
-        command.start("launch", *flags, f"--node-rank={rank}", "meet.py", host=host) for rank, host in enumerate(hosts)
-    ]
-    for launch in launches:
-        done = command.finish(launch)
-        assert done.returncode == 0, done.stderr
-    workers = read_configs(command.directory, 0, 4)[0]["cluster"]["worker"]
-    addresses = [worker.rsplit(":", 1)[0].strip("[]") for worker in workers]
-    assert addresses == [host.address for host in hosts for _ in range(2)]

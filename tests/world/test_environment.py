@@ -7,7 +7,6 @@ from samestep.world.environment import (
     Restart,
     read_environment,
     read_overrides,
-    read_rank,
 )
 
 TORCHRUN = {
@@ -67,14 +66,3 @@ def test_invalid_variables(variables: dict[str, str], said: str) -> None:
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("0", False), ("no", False), ("", False)])
 def test_switches(text: str, value: bool) -> None:
     assert read_overrides({"SAMESTEP_FRESH": text})["fresh"] is value
-
-
-@pytest.mark.parametrize(
-    ("variables", "rank"),
-    [({}, 0), ({"RANK": "2"}, 0), ({"RANK": "2", "WORLD_SIZE": "x"}, 2), ({"RANK": "x", "WORLD_SIZE": "4"}, 0)],
-)
-def test_rank_for_errors(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rank: int) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert read_rank() == rank
-    monkeypatch.undo()

@@ -48,23 +48,6 @@ def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest(monkeypatch: p
     assert num_rounds
 
 
-def test_neither_side_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forking, "LIMIT_S", 0.05)
-    inside, is_over = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        with at_work():
-            inside.set()
-            is_over.wait()
-
-    thread = threading.Thread(target=hang)
-    thread.start()
-    inside.wait()
-    assert fork_and_run(lambda: True)
-    is_over.set()
-    thread.join()
-
-
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python repairs that lock in the child")
 def test_a_fork_waits_for_a_running_thread_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a thread may hold a lock of the interpreter without the GIL."""

@@ -1,9 +1,8 @@
 """The group of ranks exchanges objects, whole tensors and errors."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import samestep
 from samestep.errors import Error, NotHealed, PeerFailed
 from samestep.launch.launcher import open_store
 from samestep.snapshot.mirror import Unreachable
-from samestep.torch_internals import list_gloo_sockets
 from samestep.world import process_group, transport
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, find_ranks, may_be_death, open_group
@@ -43,26 +41,6 @@ def test_gather_and_broadcast(num_ranks: int) -> None:
     last = num_ranks - 1
     found = on_ranks(num_ranks, lambda group: group.broadcast({"from": group.rank}, last))
     assert found == [{"from": last}] * num_ranks
-
-
-def test_a_forked_child_keeps_no_connection_open() -> None:
-    """Such as a loader worker: the other ranks would not notice that this one has left the group, or is dead."""
-
-    def list_inodes(fds: Iterable[int]) -> list[tuple[int, int]]:
-        return sorted((os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in fds)
-
-    def fn(group: Group) -> bool:
-        assert group.local_sockets is not None
-        local = [each.fileno() for each in group.local_sockets._sockets.values()]
-        before = list_inodes([*list_gloo_sockets(), *local])
-        assert len(before) >= 3  # two to the other rank, and the one that listens
-        if (pid := os.fork()) == 0:
-            kept = list_inodes(int(path.name) for path in Path("/proc/self/fd").glob("*") if path.exists())
-            os._exit(len({*before} & {*kept}))
-        num_kept = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return num_kept == 0 and list_inodes([*list_gloo_sockets(), *local]) == before and group.gather(0) == [0, 0]
-
-    assert on_ranks(2, fn) == [True, True]
 
 
 @pytest.mark.parametrize("compares", [True, False])

@@ -57,17 +57,6 @@ def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:
     assert is_noticed == [True]
 
 
-def test_a_rank_goes_to_the_newest_generation(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
-    """Although all members of an earlier one have come: one of them has died since."""
-    monkeypatch.setattr(membership, "_gone", [])  # this process has lost no rank
-    survivor = Membership(store, "secret", rank=0, members=range(3))
-    name(store, 1, [0, 1])
-    store.set(f"samestep/{name_generation(1)}/1", b"")
-    name(store, 2, [0])
-    survivor.advance("a rank is gone")
-    assert (survivor.members, survivor.generation) == ([0], 2)
-
-
 class LateStore:
     """A store to which `arrive` is called when a rank has looked for another one three times."""
 

@@ -2,9 +2,7 @@
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -42,18 +40,6 @@ def waiter() -> Iterator[Waiter]:
     waiter.close()
     thread.join(30)
     assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
-def test_no_message_is_kept(waiter: Waiter, error: str) -> None:
-    """It would keep the connections open, and its memory."""
-    message = Message(error)
-    message.is_there.set()
-    with pytest.raises(RuntimeError, match=error) if error else nullcontext():
-        waiter.wait([message])
-    is_there = weakref.ref(message)
-    del message
-    assert is_there() is None
 
 
 @pytest.mark.parametrize(
