@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from promises.trial import Outcome, Trial
 from support.runs import run_command
 from support.snapshots import read_snapshot
 from support.states import build_state
@@ -22,7 +21,6 @@ from samestep.snapshot.async_copy import LARGE_BYTES
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
 
-Undisturbed = Callable[..., Outcome]
 WIDTH = 512
 NUM_STEPS = 8
 
@@ -112,41 +110,6 @@ def test_ranks_agree_whether_it_is_taken_later(tmp_path: Path) -> None:
 # --- while the steps run ----------------------------------------------------------------------------------------------
 
 
-def test_steps_go_on_while_it_is_written(tmp_path: Path) -> None:
-    """The disk hangs at step 3 until step 5 is done, and no snapshot is found until then."""
-
-    def train() -> list[bool]:
-        is_there, go_on = list[bool](), threading.Event()
-        prepare, tiny = Store.prepare, Tiny(tmp_path / "run", snapshot_every=3)
-
-        def hang_and_prepare(*arguments: Any) -> Any:
-            assert go_on.wait(DEADLINE_S)
-            return prepare(*arguments)
-
-        def before(t: Tiny) -> None:
-            if t.step.number == 5:
-                is_there.append(bool(Store(tmp_path / "run").snapshots()))
-                go_on.set()
-
-        Store.prepare = hang_and_prepare  # type: ignore[method-assign]
-        tiny.train(num_steps=6, before=before)
-        return is_there
-
-    assert samestep.spawn(train, 1) == [False]
-    assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [3, 6]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_exception_keeps_the_snapshot_that_is_being_written(
-    trial: Trial, undisturbed: Undisturbed, num_ranks: int
-) -> None:
-    fault = "raise rank 0 at step 6 in forward"
-    trial.spawn_to_fail(num_ranks, fault, snapshot_every=2)
-    assert "step-00000006" in trial.snapshots
-    trial.spawn(2, fault, snapshot_every=2)
-    assert trial.outcome() == undisturbed()
-
-
 @pytest.mark.parametrize("how", ["launch", "python"])
 def test_an_exception_makes_no_snapshot_that_is_not_finite(tmp_path: Path, how: str) -> None:
     """The script checks its loss itself, and ends before samestep has checked the copy."""
@@ -185,23 +148,6 @@ def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) ->
     return saved
 
 
-def test_without_memory_for_a_copy_the_step_waits(tmp_path: Path) -> None:
-    def patch(run: Any) -> None:
-        def fail(tensors: Any) -> None:
-            raise RuntimeError("CUDA error: out of memory")
-
-        run._services.snapshotter._staging.take = fail
-
-    samestep.spawn(train_with, 2, (tmp_path / "without", patch), {"snapshot_every": 2, "keep_last": 9})
-    samestep.spawn(train_with, 2, (tmp_path / "with", lambda run: None), {"snapshot_every": 2, "keep_last": 9})
-    ours, theirs = (
-        [(each.step, each.manifest["digest"]) for each in Store(tmp_path / name).snapshots()]
-        for name in ("without", "with")
-    )
-    assert ours == theirs
-    assert [step for step, _ in ours] == [2, 4, 6, 8]
-
-
 # --- by the clock -----------------------------------------------------------------------------------------------------
 
 
@@ -224,3 +170,44 @@ def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
     # Voted on within a step: after 30 s, in the fourth.
     assert ours == theirs == [None, None, None, None, 4, 4, 4, 4]
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [4, 8]
+
+
+def test_steps_go_on_while_it_is_written(tmp_path: Path) -> None:
+    """The disk hangs at step 3 until step 5 is done, and no snapshot is found until then."""
+
+    def train() -> list[bool]:
+        is_there, go_on = list[bool](), threading.Event()
+        prepare, tiny = Store.prepare, Tiny(tmp_path / "run", snapshot_every=3)
+
+        def hang_and_prepare(*arguments: Any) -> Any:
+            assert go_on.wait(DEADLINE_S)
+            return prepare(*arguments)
+
+        def before(t: Tiny) -> None:
+            if t.step.number == 5:
+                is_there.append(bool(Store(tmp_path / "run").snapshots()))
+                go_on.set()
+
+        Store.prepare = hang_and_prepare  # type: ignore[method-assign]
+        tiny.train(num_steps=6, before=before)
+        return is_there
+
+    assert samestep.spawn(train, 1) == [False]
+    assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [3, 6]
+
+
+def test_without_memory_for_a_copy_the_step_waits(tmp_path: Path) -> None:
+    def patch(run: Any) -> None:
+        def fail(tensors: Any) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+        run._services.snapshotter._staging.take = fail
+
+    samestep.spawn(train_with, 2, (tmp_path / "without", patch), {"snapshot_every": 2, "keep_last": 9})
+    samestep.spawn(train_with, 2, (tmp_path / "with", lambda run: None), {"snapshot_every": 2, "keep_last": 9})
+    ours, theirs = (
+        [(each.step, each.manifest["digest"]) for each in Store(tmp_path / name).snapshots()]
+        for name in ("without", "with")
+    )
+    assert ours == theirs
+    assert [step for step, _ in ours] == [2, 4, 6, 8]

@@ -2,29 +2,23 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
-from promises.trial import Trial, read_tree
-from promises.wrong import MISTAKES, learn_well, train
+from promises.trial import read_tree
+from promises.wrong import MISTAKES, learn_well
 from support.commands import Popen
 from support.disks import Disk
 from support.ports import reserve_port
 from support.runs import ask, check, clean_variables, run_command, samestep_command
-from support.tiny import Pairs, Tiny, tiny_run, update
+from support.tiny import Tiny, tiny_run, update
 from support.waiting import DEADLINE_S
-from torch import nn
 
 import samestep
 
@@ -118,77 +112,7 @@ def test_another_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"x", "x-2"}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_another_model_and_other_data(tmp_path: Path, num_ranks: int) -> None:
-    """Differences that are found in run.prepare and run.epochs. A crashed run has rows that must stay."""
-    run_dir, arguments = tmp_path / "x", {"snapshot_every": 2, "log_every": 1}
-
-    def fail_late(t: Tiny) -> None:
-        update(t)
-        if t.run.steps_done == 5:
-            raise RuntimeError("a crash")
-
-    with pytest.raises(RuntimeError, match="a crash"):
-        samestep.spawn(tiny_run, 1, (run_dir,), {**arguments, "then": fail_late})
-    before = read_tree(run_dir)
-    assert (run_dir / "metrics.jsonl").read_text().count("\n") == 5, "one row more than the snapshot of step 4 has"
-    another, length = r"holds another run \(", "data_length 32 there, 33 here"
-    for other, words in (
-        ({"data": Pairs(33)}, another + length),
-        ({"model": lambda: nn.Linear(4, 2)}, another + r'models\.model ".* 5 values, \w+" there, ".* 10 values'),
-        ({"data": Pairs(33), "resume": 2}, another + length),
-        # torch loads this state without an error, and would fail in the first update.
-        ({"optimizer": torch.optim.Adam}, "optimizer is a Adam, but its state in the snapshot has no "),
-    ):
-        with pytest.raises(samestep.Error, match=words):
-            samestep.spawn(tiny_run, num_ranks, (run_dir,), arguments | other)
-        assert read_tree(run_dir) == before
-    assert samestep.spawn(tiny_run, num_ranks, (run_dir,), arguments) == 8
-
-
-def test_directories_of_others(tmp_path: Path) -> None:
-    """Other files in the directory stay. Files that are named as those of a run are refused."""
-    (tmp_path / "snapshots").mkdir()
-    for name in ("snapshots/photo.jpg", "ledger.bin", "notes.txt"):
-        (tmp_path / name).write_text("not a run's")
-    before = read_tree(tmp_path)
-    with pytest.raises(samestep.Error, match="a run needs at least one sample"):
-        samestep.spawn(train, 1, ("an empty data set", tmp_path))
-    assert read_tree(tmp_path) == before
-    for name, text, said in (
-        ("metrics.jsonl", '{"a": 1}\n', "holds files of a run but no run.json"),
-        ("run.json", "{", "run.json cannot be read as JSON"),
-        ("run.json", "[]", "run.json cannot be read as JSON"),
-        ("run.json", '{"format": 99}', "run.json has format 99, this samestep reads 1: update samestep"),
-    ):
-        (tmp_path / name).write_text(text)
-        before = read_tree(tmp_path)
-        with pytest.raises(samestep.Error, match=said):
-            samestep.spawn(train, 1, ("nothing", tmp_path))
-        assert read_tree(tmp_path) == before
-        (tmp_path / name).unlink()
-    (tmp_path / "file").touch()
-    (tmp_path / "circle").symlink_to("circle")
-    why = "File exists|Not a directory|Too many levels of symbolic links"
-    for path in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / "circle"):
-        with pytest.raises(samestep.Error, match=rf"cannot be written \(.*({why})\): fix that, or name another"):
-            samestep.spawn(train, 1, ("nothing", path))
-
-
 # --- in the loop ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["an empty data set", "a collate function that fails in a worker"])
-def test_launched(tmp_path: Path, name: str) -> None:
-    """The other ranks, which lost a peer, print nothing."""
-    assert_refused(launch(name, tmp_path / "x", 2), MISTAKES[name].sentence)
-    if MISTAKES[name].at == "start":
-        assert read_tree(tmp_path) == {"x": "directory"}
-
-
-@pytest.mark.parametrize("name", ["break in the epochs"])
-def test_plain_python(tmp_path: Path, name: str) -> None:
-    assert_refused(python(name, tmp_path / "x"), MISTAKES[name].sentence)
 
 
 def start_by_hand(name: str, run_dir: Path, scripts: Sequence[Path] = (SCRIPT, SCRIPT)) -> list[Done]:
@@ -225,30 +149,6 @@ def test_once_without_a_launcher(tmp_path: Path) -> None:
         else:
             assert done.returncode == 2
             assert done.stderr == "" or re.fullmatch(r"samestep: error: [^\n]+\n", done.stderr)
-
-
-# What the end of a process runs in C and C++, such as the destructors of torch's threads, ends it with SIGABRT.
-ABORTS = "import ctypes; c = ctypes.CDLL(None); c.__cxa_atexit(ctypes.cast(c.abort, ctypes.c_void_p), None, None)\n"
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    (f"{ABORTS}import os, torch; torch.__version__ += '.rank' + os.environ['RANK']",
-     r"torch is '.*\.rank0' on rank 0 and '.*\.rank1' on rank 1: make it the same on all ranks"),
-    ("", r"script is '\w{12}' on rank 0 and '\w{12}' on rank 1: "),
-])  # fmt: skip
-def test_ranks_that_run_something_else(tmp_path: Path, change: str, said: str) -> None:
-    """They find it before the run begins. The exit code is the error's even if a destructor of torch aborts the
-    process.
-    """
-    other = tmp_path / "scripts" / "wrong.py"
-    other.parent.mkdir()
-    other.write_text(f"{change}\n{SCRIPT.read_text()}")
-    ranks = start_by_hand("nothing", tmp_path / "x", (other if change else SCRIPT, other))
-    words = "".join(done.stderr for done in ranks)
-    assert [done.returncode for done in ranks] == [2, 2], words
-    assert words.count("samestep: error: ") == words.count("samestep: ") == len(ranks), "no launcher makes it one"
-    assert all(re.search(said, done.stderr) for done in ranks), words
-    assert not (tmp_path / "x").exists()
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
@@ -334,53 +234,7 @@ def test_the_directory_is_removed_during_a_run(tmp_path: Path, capfd: pytest.Cap
     assert samestep.spawn(learn_well, 1, (tmp_path / "x",)) == 8
 
 
-def test_read_only_disk(disk: Disk) -> None:
-    """An existing directory and a new one."""
-    run_dir = disk.path / "x"
-    samestep.spawn(learn_well, 1, (run_dir,))
-    disk.remount("ro")
-    before = read_tree(disk.path)
-    assert_refused(
-        launch("nothing", run_dir, 2), rf"{run_dir}.* cannot be written \(Read-only file system\): fix that, or name"
-    )
-    with pytest.raises(samestep.Error, match=r"cannot be written \(Read-only file system\): fix that, or name"):
-        samestep.spawn(train, 1, ("nothing", disk.path / "y" / "z"))
-    assert read_tree(disk.path) == before
-    disk.remount("rw")
-
-
 # --- one writer -------------------------------------------------------------------------------------------------------
 
 
-HELD = "hold rank 0 at step 3 in forward"
 ARGUMENTS = ["--num-workers", "1", "--epochs", "1", "--settled"]
-
-
-def test_second_process(trial: Trial, tmp_path: Path) -> None:
-    """It is refused while the first process lives, however it is started."""
-    held = trial.start("python", 1, HELD, arguments=ARGUMENTS)
-    trial.wait_held()
-    before = read_tree(trial.dir)
-    pid, host = held.process.pid, socket.gethostname()
-    alive = rf"the run in {trial.dir} is locked by process {pid} on {host} since .*: stop it, or start beside "
-    assert_refused(launch("nothing", trial.dir, 2), alive)
-    # A process that reads files of the directory does not release the lock.
-    (trial.dir / "lock").read_bytes()
-    with pytest.raises(samestep.Error, match=alive):
-        samestep.spawn(train, 1, ("nothing", trial.dir))
-    assert read_tree(trial.dir) == before
-    [worker] = psutil.Process(pid).children()
-    lock = str(trial.dir / "lock")
-    assert lock in open_files(pid)
-    assert lock not in open_files(worker.pid), "a worker that outlives its rank would keep the lock"
-    held.process.send_signal(signal.SIGKILL)
-    held.process.wait()
-    for num_ranks in (2, 1):  # The lock is free at once, and after the run has ended.
-        trial.spawn(num_ranks, epochs=1)
-    check(samestep_command("inspect", trial.dir, "--samples", cwd=tmp_path))
-    held.wait()  # for its worker
-
-
-def open_files(pid: int) -> set[str]:
-    """By /proc: psutil leaves out what was removed, and what is no regular file."""
-    return {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if os.path.lexists(entry.path)}

@@ -2,51 +2,16 @@
 
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.tiny import Tiny
-from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 import samestep
 from samestep.data.spec import DataSpec
 from samestep.train.start import compare_run, read_samples
-
-
-def train(run_dir: Path, num_epochs: int, seed: int | None, prepare: dict[str, Any], num_workers: int = 0) -> int:
-    """As in many tutorials, the data are built first, from the generators' state then."""
-    if seed is None:
-        torch.seed()
-    else:
-        torch.manual_seed(seed)
-    data = TensorDataset(torch.rand(16, 2))
-    tiny = Tiny(run_dir, micro_batch_size=4, model=lambda: nn.Linear(2, 1), optimizer=None, objects=lambda t: prepare)
-    loop = tiny.run.epochs(data, num_epochs, num_workers=num_workers)
-    drawn = torch.rand(4).tolist()
-    gathered = tiny.run._context.group.gather(drawn)
-    assert gathered == [drawn] * tiny.run.world_size, "reading on one rank has not advanced its generators"
-    for epoch in loop:
-        tiny.take(epoch)
-    return int(tiny.run.steps_done)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_random_data_from_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], num_workers: int) -> None:
-    arguments = ({}, num_workers)
-    samestep.spawn(train, 1, (tmp_path, 1, None, *arguments))
-    before = (tmp_path / "run.json").read_bytes()
-    with pytest.raises(samestep.Error, match=r"data set is not the one .* \(sample 0 differs\): build it, of "):
-        samestep.spawn(train, 1, (tmp_path, 2, None, *arguments))
-    with pytest.raises(samestep.Error, match=r"sample 0 .* differs between rank 0 and rank 1: build the same data set"):
-        samestep.spawn(train, 2, (tmp_path, 2, None, *arguments))
-    assert (tmp_path / "run.json").read_bytes() == before
-    assert samestep.spawn(train, 2, (tmp_path, 2, 7, {"override": True}, num_workers)) == 4
-    assert "changed since the run began: the data (" in capfd.readouterr().out
-    assert samestep.spawn(train, 1, (tmp_path, 3, 7, *arguments)) == 6, "these are the run's data now"
 
 
 class Samples(Dataset[Any]):

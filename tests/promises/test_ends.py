@@ -233,19 +233,6 @@ def test_forked_processes(tmp_path: Path, num_ranks: int) -> None:
 # --- ranks that leave early -------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
-    """The loop is complete, but the script continues."""
-
-    def train() -> None:
-        run = Tiny(tmp_path / "x").train().run
-        if run.rank == 1:
-            os._exit(0)
-        run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
-
-    with pytest.raises(RuntimeError, match="rank 1 has closed its connection"):
-        samestep.spawn(train, 2)
-
-
 def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
     """The first rank prints what it waits for: the other one may never create the run."""
     said = tmp_path / "said"
@@ -261,15 +248,6 @@ def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
 
     sentence = samestep.spawn(train, 2)
     assert sentence.startswith("rank 0 has waited 0.1 s in samestep.Run for the other ranks: create each Run on every")
-
-
-# --- runs without a reference -----------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_asked_for_after_the_loop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    samestep.spawn(lambda: Tiny(tmp_path / "x").train().run.snapshot("best"))
-    shown = "".join(capfd.readouterr())
-    assert "the snapshot best is not taken: run.snapshot was called outside of a loop" in shown
 
 
 # --- the cells of a notebook ------------------------------------------------------------------------------------------

@@ -192,13 +192,6 @@ def test_no_gpu() -> None:
         samestep.spawn(lambda: samestep.Run(None, batch_size=4, micro_batch_size=1, device="cuda"))
 
 
-def test_user_directories_are_found(tmp_path: Path) -> None:
-    def start() -> str:
-        return str(samestep.Run("~/run", batch_size=4, micro_batch_size=1).dir)
-
-    assert samestep.spawn(start, env={"HOME": str(tmp_path)}) == str(tmp_path / "run")
-
-
 # --- correct code -----------------------------------------------------------------------------------------------------
 
 
@@ -222,18 +215,6 @@ def test_a_later_run_of_the_process_ends_the_first(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "ledger.bin").stat().st_size == 4 * RECORD.size
 
 
-def test_a_loop_keeps_its_run_open(tmp_path: Path) -> None:
-    def train() -> None:
-        tiny = Tiny(tmp_path / "run")
-        steps = tiny.run.steps(Pairs(), 2)
-        del tiny.run
-        gc.collect()
-        tiny.take(steps)
-
-    samestep.spawn(train)
-    assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [2]
-
-
 def test_a_dropped_run_is_collected() -> None:
     """As where a cell of a notebook is interrupted and run again: no second model and optimizer remains."""
     tiny = Tiny()
@@ -245,6 +226,28 @@ def test_a_dropped_run_is_collected() -> None:
     gc.collect()
     assert [part() for part in parts] == [None] * 3
     assert not optimizer._global_optimizer_pre_hooks
+
+
+def test_a_new_model_at_the_address_of_an_old_one() -> None:
+    """A model that is built after the Run may get the memory of one that was there before it."""
+
+    def train() -> None:
+        old = [nn.Linear(4, 4) for _ in range(50)]
+        run = samestep.Run(None, batch_size=4, micro_batch_size=1)
+        ids = {id(param) for layer in old for param in layer.parameters()}
+        old.clear()
+        new = nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)])
+        assert ids & {id(param) for param in new.parameters()}, "no address was used again: nothing is tested"
+        run.prepare(model=new)
+
+    samestep.spawn(train)
+
+
+def test_user_directories_are_found(tmp_path: Path) -> None:
+    def start() -> str:
+        return str(samestep.Run("~/run", batch_size=4, micro_batch_size=1).dir)
+
+    assert samestep.spawn(start, env={"HOME": str(tmp_path)}) == str(tmp_path / "run")
 
 
 def test_prepare_again_after_a_mistake() -> None:
@@ -265,18 +268,3 @@ def test_prepare_again_after_a_mistake() -> None:
         return run.steps_done
 
     assert samestep.spawn(train) == 8
-
-
-def test_a_new_model_at_the_address_of_an_old_one() -> None:
-    """A model that is built after the Run may get the memory of one that was there before it."""
-
-    def train() -> None:
-        old = [nn.Linear(4, 4) for _ in range(50)]
-        run = samestep.Run(None, batch_size=4, micro_batch_size=1)
-        ids = {id(param) for layer in old for param in layer.parameters()}
-        old.clear()
-        new = nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)])
-        assert ids & {id(param) for param in new.parameters()}, "no address was used again: nothing is tested"
-        run.prepare(model=new)
-
-    samestep.spawn(train)

@@ -17,7 +17,6 @@ import samestep
 from samestep.errors import PeerFailed
 from samestep.launch.rank_reports import is_secondary
 from samestep.snapshot.lock import Lock
-from samestep.snapshot.run_directory import _describe_end
 from samestep.watch.records import read_status
 
 Undisturbed = Callable[..., Outcome]
@@ -52,21 +51,6 @@ def test_the_last_failure_is_reported(trial: Trial, undisturbed: Undisturbed) ->
     assert (rows[1]["from_step"], rows[1]["world_size"]) == (5, 3)
     assert rows[1]["lost_steps"] in range(3), "rank 0 may be ended before it has recorded steps 5 and 6"
     assert trial.outcome() == undisturbed()
-
-
-@pytest.mark.parametrize("flag", ["--fresh", "--resume=5"])
-def test_a_restart_ignores_resume_and_fresh(trial: Trial, undisturbed: Undisturbed, flag: str) -> None:
-    """It does not go back to the older snapshot again, and makes no further directory."""
-    trial.spawn(1, max_steps=10)
-    fault = "kill rank 1 at step 14 in forward"
-    flags = ["--snapshot-every", "3", flag, "--max-restarts", "1"]
-    launch = trial.run("launch", 2, "", *flags, arguments=flags_of(fault))
-    run_dir = trial.dir.with_name("run-2") if flag == "--fresh" else trial.dir
-    assert sorted(path.name for path in trial.dir.parent.glob("run*") if "faults" not in path.name) == sorted(
-        {"run", run_dir.name}
-    )
-    assert "; resumed at step 12" in launch.output
-    assert read_outcome(run_dir) == undisturbed(snapshot_every=3)
 
 
 # --- one writer -------------------------------------------------------------------------------------------------------
@@ -150,11 +134,16 @@ def test_the_death_of_a_loader_worker_is_a_failure_of_this_rank() -> None:
     assert not is_secondary(worker)
 
 
-@pytest.mark.parametrize(("status", "reason"), [
-    ({"status": "stopped", "reason": "stopped by SIGUSR1"}, "stopped by SIGUSR1"),
-    ({"status": "done", "reason": ""}, "the run was done"),
-    ({"status": "running", "reason": ""}, "unknown"),
-])  # fmt: skip
-def test_how_the_last_start_of_the_user_ended(status: dict[str, str], reason: str) -> None:
-    """A killed one could not record it."""
-    assert _describe_end(status) == reason
+@pytest.mark.parametrize("flag", ["--fresh", "--resume=5"])
+def test_a_restart_ignores_resume_and_fresh(trial: Trial, undisturbed: Undisturbed, flag: str) -> None:
+    """It does not go back to the older snapshot again, and makes no further directory."""
+    trial.spawn(1, max_steps=10)
+    fault = "kill rank 1 at step 14 in forward"
+    flags = ["--snapshot-every", "3", flag, "--max-restarts", "1"]
+    launch = trial.run("launch", 2, "", *flags, arguments=flags_of(fault))
+    run_dir = trial.dir.with_name("run-2") if flag == "--fresh" else trial.dir
+    assert sorted(path.name for path in trial.dir.parent.glob("run*") if "faults" not in path.name) == sorted(
+        {"run", run_dir.name}
+    )
+    assert "; resumed at step 12" in launch.output
+    assert read_outcome(run_dir) == undisturbed(snapshot_every=3)

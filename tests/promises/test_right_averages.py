@@ -1,18 +1,16 @@
 """Gradients, losses, metrics and statistics are those of the whole batch, against references in plain PyTorch."""
 
 import copy
-import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.runs import read_rows
-from support.tiny import Tiny, tiny_run, update
+from support.tiny import Tiny
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -55,6 +53,7 @@ def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_si
     run.prepare(model=model, optimizer=optimizer)
     rows: list[Row] = []
     for epoch in run.epochs(data, 2):
+        used: list[int] = []
         for step in epoch:
             held: list[int] = []
             for indices, x, y, units in step:
@@ -64,6 +63,7 @@ def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_si
                 step.log(first=(units * x[:, 0]).sum() / units.sum().clamp(min=1))
             indices = [*chain.from_iterable(run._context.group.gather(held))]
             assert len(indices) == step.num_samples
+            used += indices
             units = data.units[indices] if by_units else torch.ones(len(indices))
             if not units.sum():
                 assert all(param.grad is None for param in model.parameters())
@@ -77,6 +77,7 @@ def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_si
             first = float((units * data.x[indices, 0].double()).sum() / units.sum())
             rows.append({"gradient": max(errors), "loss": (float(step.loss), loss.item()), "first": first})
             optimizer.step()
+        assert sorted(used) == list(range(len(data))), "each epoch uses each sample once"
     return rows
 
 
@@ -112,27 +113,6 @@ def assert_right(rows: list[Row], run_dir: Path) -> None:
         assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)  # small losses are differences of numbers around 1
         assert logged["train/loss"] == pytest.approx(wanted, rel=1e-6, abs=1e-6)
         assert logged["train/first"] == pytest.approx(row["first"], rel=1e-5, abs=1e-6)
-
-
-def test_steps_without_weight_are_skipped_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """(The simulated runs have such steps, too, and resume after them.)"""
-
-    def body(t: Tiny, x: Tensor, y: Tensor) -> None:
-        if t.step.number != 1:
-            weight = 0 if t.step.number == 2 else t.step.micro_batch // 3  # some ranks have none that counts
-            t.step.backward(F.mse_loss(t.model(x), y), weight=weight)
-
-    def then(t: Tiny) -> None:
-        before = t.model.weight.clone()
-        update(t)
-        assert torch.equal(before, t.model.weight) == bool(t.step.loss.isnan()) == (t.step.number in (1, 2))
-
-    given = {"num_steps": 4, "log_every": 1, "body": body, "then": then, "optimizer": torch.optim.AdamW}
-    samestep.spawn(tiny_run, 2, (tmp_path,), given)
-    assert re.search(r"steps without an update +2 of 4\n", capfd.readouterr().out)
-    rows = read_rows(tmp_path)
-    assert [row.get("train/skipped_steps") for row in rows] == [None, 1, 2, 2]
-    assert ["train/loss" in row for row in rows] == [True, False, False, True]
 
 
 def evaluate_means(data: Weighted, micro_batch_size: int) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from promises import gradients, training  # noqa: F401 - they fill CASES
 from promises.loops import CASES
-from support.runs import check, read_bits, samestep_command
 from support.selection import cover
 from support.trace import assert_same
 
@@ -107,20 +105,6 @@ def test_compiled_to_kernels() -> None:
         pytest.skip("no C++ compiler")
     alone = run_alone(training.compiled_by_inductor)  # first: the ranks then find the kernels in inductor's cache
     assert_same(samestep.spawn(training.compiled_by_inductor, 3), alone, "3 ranks", "1 rank")
-
-
-def test_a_recipe(tmp_path: Path) -> None:
-    """12 ranks give the same run as one, and another seed gives another."""
-
-    def train(name: str, *flags: str) -> tuple[str, bytes, bytes]:
-        words = ["train", "mlp", "--batch-size", "96", "--micro-batch-size", "8", "--max-steps", "20", *flags]
-        check(samestep_command(*words, "--run-dir", tmp_path / name, cwd=tmp_path))
-        return read_bits(tmp_path / name)
-
-    alone = train("alone")
-    assert train("ranks", "--nproc-per-node", "12") == alone
-    assert train("threads", "--num-threads", "1") == alone
-    assert train("other", "--seed", "1")[0] != alone[0]
 
 
 def test_a_notebook_trains_here_and_on_ranks() -> None:

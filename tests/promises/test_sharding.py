@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -23,8 +22,7 @@ from support.runs import digest
 from support.tiny import Tiny, learn, tiny_run, update
 from support.trace import Trace, assert_same
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adagrad, AdamW
 
 import samestep
 from samestep.snapshot.manifest import name_part
@@ -50,20 +48,6 @@ def test_resumed_with_another_sharding(
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def get_weights() -> Tensor:
-    weights: list[Tensor] = []
-    tiny_run(None, optimizer=AdamW, compare_every=1,
-             after_epoch=lambda t: weights.append(t.model.weight.detach().clone()))  # fmt: skip
-    return weights[-1]
-
-
-def test_rounding_changes_the_bits_and_little_else() -> None:
-    exact = samestep.spawn(get_weights, 2)
-    rounded = samestep.spawn(get_weights, 2, env={"SAMESTEP_EXCHANGE_DTYPE": "bf16"})
-    assert not torch.equal(exact, rounded)
-    torch.testing.assert_close(exact, rounded, rtol=2**-6, atol=2**-6)
 
 
 class Odd(nn.Module):
@@ -167,28 +151,6 @@ def test_the_order_in_which_gradients_of_a_tensor_are_added(blocks: Any, world_s
     """FSDP2 alone adds those from within a block to each other first."""
     train = functools.partial(train_mixed, blocks)
     assert_same(samestep.spawn(train, world_size, env=SHARDED), run_alone(train), f"{world_size} ranks", "1 rank")
-
-
-def count_for_a_norm(num_layers: int) -> dict[str, int]:
-    """Return how often ranks exchange something, and read it, to clip the gradients of a model."""
-    run = build_run()
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(num_layers)))
-    optimizer = SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    tolist = Mock(side_effect=Tensor.tolist)
-    for step in run.steps(build_pairs(), 1):
-        for x, _ in step:
-            step.backward(model(x).square().mean())
-        with CommDebugMode() as exchanges, patch.object(Tensor, "tolist", lambda tensor: tolist(tensor)):
-            run.clip_grad_norm_(model.parameters(), 0.01)
-    return {**{str(name): count for name, count in exchanges.get_comm_counts().items()}, "reads": tolist.call_count}
-
-
-def test_a_norm_takes_one_exchange_of_shards() -> None:
-    """However many parameters there are. (Then the ranks gather the numbers, by messages that are not counted.)"""
-    for num_layers in (1, 8):
-        counts = samestep.spawn(count_for_a_norm, 2, (num_layers,), env=SHARDED)
-        assert counts == {"c10d.alltoall_base_": 1, "reads": 1}
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -323,26 +285,6 @@ def test_what_is_not_refused_where_nothing_is_divided(right: Any, num_ranks: int
     samestep.spawn(tiny_run, num_ranks, (), right, env=shard)
 
 
-def test_a_run_that_began_with_a_fused_optimizer_cannot_be_sharded(tmp_path: Path) -> None:
-    fused = functools.partial(Adam, fused=True)
-    samestep.spawn(tiny_run, 1, (tmp_path,), {"num_steps": 1, "optimizer": fused})
-    with pytest.raises(samestep.InvalidValue, match=r"has fused=True, .* continues with shard=.optimizer."):
-        samestep.spawn(tiny_run, 2, (tmp_path,), {"num_steps": 2, "optimizer": Adam}, env=SHARDED)
-
-
-def raise_after_update(tiny: Tiny) -> None:
-    update(tiny)
-    raise ZeroDivisionError
-
-
-def test_a_failure_after_an_update_is_the_only_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The record of the step, whose checksum the ranks have not combined, is left out."""
-    with pytest.raises(ZeroDivisionError):
-        samestep.spawn(tiny_run, 2, (tmp_path,), {"then": raise_after_update}, env=DIVIDED)
-    assert "IndexError" not in "".join(capfd.readouterr())
-    assert (tmp_path / "ledger.bin").exists()
-
-
 # --- snapshots: each rank writes a file of its own, and reads what it needs of the files of any number of ranks -------
 
 MB = 1 << 20
@@ -378,13 +320,6 @@ def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("written") / "run"
     samestep.spawn(count_read, 3, (run_dir,), env=SHARDED)
     return run_dir
-
-
-def test_each_rank_writes_what_it_holds(sharded_run: Path) -> None:
-    path = sharded_run / "snapshots" / "step-00000001"
-    sizes = [(path / name_part(rank)).stat().st_size for rank in range(3)]
-    assert sum(sizes) == pytest.approx(12 * MB, rel=0.01)
-    assert max(sizes) < 4.1 * MB
 
 
 @pytest.mark.parametrize(("shard", "world_size", "needed_mb"), [(SHARDED, 2, 6), (DIVIDED, 4, 4 + 2)])

@@ -18,13 +18,6 @@ def fork(run: Callable[[], object]) -> int:
     return pid
 
 
-def test_a_rank_kills_only_processes_of_its_own_parent() -> None:
-    sibling = fork(signal.pause)
-    rank = fork(lambda: kill_sibling(sibling))
-    os.waitpid(rank, 0)
-    assert os.waitstatus_to_exitcode(os.waitpid(sibling, 0)[1]) == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("is_of_another_user", [False, True])
 def test_a_rank_kills_no_other_process(is_of_another_user: bool) -> None:
     if is_of_another_user and os.geteuid() != 0:

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from support.tiny import MICRO_BATCH_SIZE, NUM_SAMPLES, Pairs, Tiny, learn, tiny_run, update
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
@@ -125,11 +124,6 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> Any:
 # --- mistakes in the structure of a script ----------------------------------------------------------------------------
 
 
-def learn_without_sync(t: Tiny, x: Tensor, y: Tensor) -> None:
-    with t.model.no_sync():
-        learn(t, x, y)
-
-
 def learn_from_attack(t: Tiny, x: Tensor, y: Tensor) -> None:
     mse(t, x.requires_grad_(), y).backward()
     learn(t, x + 0.1 * x.grad.sign(), y)  # type: ignore[union-attr]
@@ -146,13 +140,6 @@ def break_micro_batches(t: Tiny, steps: Iterable[Any], then: Callable[[Tiny], ob
             learn(t, x, y)
             break
         then(t)
-
-
-def break_steps(t: Tiny, steps: Iterable[Any]) -> None:
-    for step in steps:
-        t.take([step])
-        if step.number == 1:
-            break
 
 
 def break_epochs(t: Tiny) -> None:
@@ -174,11 +161,6 @@ def ignore_error_in_body(t: Tiny) -> None:
         t.optimizer.step()
 
 
-def ignore_error_of_samestep(t: Tiny) -> None:
-    with suppress(samestep.Error):
-        t.train(body=lambda t, x, y: t.optimizer.step())
-
-
 def ignore_error_between_steps(t: Tiny) -> None:
     """The error is one that the loop raises, and not the script."""
     with suppress(samestep.Error):
@@ -192,11 +174,6 @@ def iterate_first_step_again(t: Tiny) -> None:
         t.past = t.step  # type: ignore[attr-defined]
     else:
         list(t.past)  # type: ignore[attr-defined]
-
-
-def build_model_before_run(run_dir: RunDir) -> None:
-    model = nn.Linear(4, 1)
-    Tiny(run_dir, model=lambda: model)
 
 
 def train_unprepared_head(t: Tiny) -> None:
@@ -224,9 +201,6 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
         r"schedule\.step\(\) inside the micro-batch loop of step 0: .* dedent it",
         objects=lambda t: {"schedule": StepLR(t.optimizer, 1)},
         body=lambda t, x, y: [learn(t, x, y), t.schedule.step()]),
-    "loss.backward by hand": in_loop(
-        r"loss\.backward\(\) was called .*: call step\.backward\(loss\)",
-        body=lambda t, x, y: mse(t, x, y).backward()),
     "loss.backward by hand, too": in_loop(
         r"loss\.backward\(\)(, zero_grad or clip.* change gradients after| was called .*: call step\.backward\(loss\))",
         body=lambda t, x, y: [learn(t, x, y), mse(t, x, y).backward()]),
@@ -242,9 +216,6 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
     "step.gather in the loop": in_loop(
         r"step\.gather was called inside the micro-batch loop of step 0: call it after",
         body=lambda t, x, y: t.step.gather({})),
-    "step.loss read too early": in_loop(
-        r"step\.loss of step 0 was read inside the micro-batch loop: read it after",
-        body=lambda t, x, y: [learn(t, x, y), t.step.loss]),
     "epoch.metrics read too early": in_loop(
         r"epoch\.metrics of epoch 0 was read before its first step was done",
         do=lambda t: [epoch.metrics for epoch in t.run.epochs(Pairs(), 2)]),
@@ -262,15 +233,9 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
         body=lambda t, x, y: t.run.log({"loss": 1.0})),
     "run.once not dedented": in_loop(
         r"run\.once inside the micro-batch loop of step 0: ", body=lambda t, x, y: t.run.once(os.getpid)),
-    "zero_grad after step.backward": in_loop(
-        r"the gradient of model\.\w+ was changed in micro-batch .*: remove zero_grad",
-        body=lambda t, x, y: [learn(t, x, y), t.optimizer.zero_grad()]),
     "step.log of a tensor": in_loop(
         r"step\.log needs a number as accuracy, not a tensor of shape \(2, 1\).*: take its me",
         body=lambda t, x, y: t.step.log(accuracy=t.model(x))),
-    "step.log of a string": in_loop(
-        r"step\.log needs a number as accuracy, not a str", log_every=1,
-        body=lambda t, x, y: t.step.log(accuracy="good")),
     "step.log before the loop": in_loop(
         r"step\.log of step 0 was called outside of its body: call it in or after its micro",
         do=lambda t: [step.log(accuracy=1.0) for epoch in t.run.epochs(Pairs(), 2) for step in epoch]),
@@ -284,28 +249,18 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
         do=lambda t: [x + y for x, y in t.run.epochs(Pairs(), 2)]),
     "no_sync": in_loop(
         r"no_sync\(\) belongs to DDP: leave it out, since a step exchanges its gradients once",
-        body=learn_without_sync),
+        body=lambda t, x, y: t.model.no_sync()),
     "gradients by backward, as of an attack": in_loop(
         r"loss\.backward\(\) was called .*torch\.autograd\.grad\(loss, x\)", body=learn_from_attack),
 }  # fmt: skip
 
 LOSSES: dict[str, Mistake] = {
-    "a loss per sample": in_loop(
-        r"needs a scalar loss that depends on the model, not a tensor of shape \(2, 1\): take it",
-        body=lambda t, x, y: t.step.backward((t.model(x) - y) ** 2)),
     "loss.item()": in_loop(
         r"step\.backward needs a scalar loss that depends on the model, not a float: compute it as a t",
         body=lambda t, x, y: t.step.backward(mse(t, x, y).item())),
     "a loss under no_grad": in_loop(
         r"not a tensor of shape \(\) without a gradient: compute it .* outside of torch\.no_g",
         do=torch.no_grad()(Tiny.train)),
-    "a loss of another model": in_loop(
-        r"no trained parameter got a gradient in step 0: compute the loss from the",
-        body=lambda t, x, y: t.step.backward(nn.Linear(4, 1)(x).mean())),
-    "a loss that is nan": in_loop(
-        r"the loss of step 5 is nan in micro-batch 3 \(rank [01]\): nothing of this step is sav", snapshot_every=2,
-        body=lambda t, x, y: t.step.backward(
-            mse(t, x, y) * (NAN if (t.step.number, t.step.micro_batch) == (5, 3) else 1.0))),
     "a gradient that is inf": in_loop(
         r"model\.weight is not finite after step 4: this state is not saved, and the prev", snapshot_every=1,
         body=learn_with_infinite_slope),
@@ -339,21 +294,10 @@ LOOPS: dict[str, Mistake] = {
     "break in the micro-batches": in_loop(
         r"the loop over the micro-batches of step 0 was left by break .* run\.stop\(\)",
         do=lambda t: [break_micro_batches(t, epoch) for epoch in t.run.epochs(Pairs(), 2)]),
-    "break in the micro-batches, nothing after it": in_loop(
-        r"the loop over the micro-batches of step 0 was left by break",
-        do=lambda t: break_micro_batches(t, t.run.steps(Pairs(), 2), then=lambda t: None)),
-    "break in the epochs, then evaluate": in_loop(
-        r"the loop was left by break .* at run.steps_done=4, .*run\.stop",
-        do=lambda t: [break_epochs(t), t.run.evaluate(score, Pairs())]),
     "break in the epochs": in_loop(
         r"the loop was left by break .* at run.steps_done=4, .* call run\.stop\(\)", do=break_epochs),
-    "break in run.steps": in_loop(
-        r"the loop was left by break .* at run.steps_done=1, .* call run\.stop\(\)",
-        do=lambda t: break_steps(t, t.run.steps(Pairs(), 5))),
     "an error in the body that is ignored": in_loop(
         r"the loop over the micro-batches of step 1 was left by break .* an e", do=ignore_error_in_body),
-    "an error of samestep's that is ignored": in_loop(
-        r"the loop was left by break .* an error", do=ignore_error_of_samestep),
     "a loop after an error between the steps that is ignored": in_loop(
         r"the loop was left by break .* an error", do=lambda t: [ignore_error_between_steps(t), t.train()]),
     "an epoch never iterated": in_loop(
@@ -369,10 +313,6 @@ LOOPS: dict[str, Mistake] = {
 }  # fmt: skip
 
 PREPARED: dict[str, Mistake] = {
-    "a model built before the Run": Mistake(
-        build_model_before_run, r"model was built before samestep\.Run\(\.\.\.\).*: build it afte", "start"),
-    "no prepare": at_start(
-        r"call run\.prepare\(model=\.\.\., optimizer=\.\.\.\) before the loop", lambda run: run.epochs(Pairs(), 1)),
     "prepare of nothing": at_start(
         r"run\.prepare got no objects: call run\.prepare\(model=\.\.\., optimizer=\.\.\.\)",
         lambda run: run.prepare()),
@@ -383,8 +323,6 @@ PREPARED: dict[str, Mistake] = {
         lambda run: run.prepare(nn.Linear(4, 1))),
     "evaluate without prepare": at_start(
         r"call run\.prepare\(model=.*\) before run\.evaluate", lambda run: run.evaluate(score, Pairs())),
-    "a model in DataParallel": at_start(
-        r"model is a DataParallel: pass the bare model", model=lambda: DataParallel(nn.Linear(4, 1))),
     "SyncBatchNorm": at_start(
         r"model\.1 is a SyncBatchNorm, whose statistics .*: use BatchNorm",
         model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))),
@@ -408,24 +346,13 @@ PREPARED: dict[str, Mistake] = {
         r"model\.1\.weight was added, removed, replaced or converted after run\.prepare: change the",
         model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
         do=lambda t: [t.model.__setitem__(1, nn.Linear(4, 1)), t.train()]),
-    "a layer added after prepare": in_loop(
-        r"model\.1\.weight was added, removed, replaced or converted after run\.prepare: change the",
-        model=lambda: nn.Sequential(nn.Linear(4, 1)), do=lambda t: [t.model.append(nn.Linear(1, 1)), t.train()]),
 }  # fmt: skip
 
 DATA: dict[str, Mistake] = {
-    "an empty data set": at_start(r"the data set \(list\) is empty: a run needs at least one", data=[]),
     "no data": at_start(r"NoneType does not support indexing", do=lambda t: t.run.epochs(None, 1)),
     "a data set without a length": at_start(r"Unsized has no len\(\)", data=Unsized()),
-    "a generator": at_start(
-        r"generator does not support indexing, .*: pass a map-style data set", data=(x for x in "ab")),
     "an IterableDataset": at_start(
         r"Stream is a stream without indexing, .*: pass it to run\.steps", data=Stream()),
-    "a DataLoader of one": at_start(
-        r"Stream is a stream without indexing, .*: pass it to run\.steps", data=DataLoader(Stream())),
-    "a DataLoader of other micro-batches": at_start(
-        r"the DataLoader's batch_size is 3, and the run's is \d+, in micro-batches of 2",
-        data=DataLoader(Pairs(), 3)),
     "a DistributedSampler": at_start(
         r"the DataLoader has its own sampler, a DistributedSampler, but the run chooses the samples",
         data=DataLoader(Pairs(), MICRO_BATCH_SIZE, sampler=DistributedSampler(Pairs(), num_replicas=2, rank=0))),
@@ -434,12 +361,6 @@ DATA: dict[str, Mistake] = {
     "a sampler of torch's": at_start(
         r"sampler must be a function, .* not a DistributedSam", sampler=DistributedSampler(Pairs(), 2, 0)),
     "a sampler of nothing": at_start(r"sampler\(0\) gave something else than indices", sampler=lambda epoch: []),
-    "a sampler that gives None": at_start(
-        r"sampler\(0\) gave something else than indices: return a list", sampler=lambda epoch: None),
-    "a sampler of floats": at_start(
-        r"sampler\(0\) gave something else than indices", sampler=lambda epoch: [0.5]),
-    "a sampler out of range": at_start(
-        r"sampler\(0\) gave index 32 at position 1: .* samples are 0 to 31", sampler=lambda epoch: [3, 32]),
     "a sampler and shuffle": at_start(
         r"sampler and shuffle=True were both given: .* leave shuffle out", sampler=range, shuffle=True),
     "a sampler that draws from a generator of its own": at_start(
@@ -448,7 +369,7 @@ DATA: dict[str, Mistake] = {
     "drop_last of everything": at_start(
         r"drop_last leaves no step of a data set of length 5 with batch_size 8: lower", data=Pairs(5), drop_last=True),
     **{f"data with {arguments}": at_start(rf"{next(iter(arguments))} (must be|is)", **arguments)
-       for arguments in ({"shuffle": "yes"}, {"drop_last": 1}, {"num_workers": -1}, {"num_workers": "2"})},
+       for arguments in ({"shuffle": "yes"}, {"drop_last": 1}, {"num_workers": -1})},
     **{f"{count!r} {what}": at_start(
         rf"num_{what} must be a whole number of at least 1, not {re.escape(repr(count))}",
         do=lambda t, what=what, count=count: getattr(t.run, what)(Pairs(), count))
