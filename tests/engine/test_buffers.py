@@ -1,6 +1,5 @@
 """Buffers after a step are the same on all ranks, whichever rank computes which micro-batch."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +11,6 @@ from samestep.engine.buffers import Buffers
 from samestep.plan.tree import build_layout
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
-
-
-def build_model(momentum: float | None = 0.1) -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=momentum))
 
 
 class Counter(nn.Module):
@@ -86,30 +81,6 @@ def test_values_after_a_step() -> None:
         assert model.mask.tolist() == [-torch.inf] * 2
         assert len(model.cache) == 1 + 4 * (step + 1), "it is no state"
     assert model.total is model.same.total
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm(momentum: float | None) -> None:
-    """A step is one update of the running statistics, by the mean over its micro-batches."""
-    torch.manual_seed(0)
-    model = build_model(momentum)
-    alone = copy.deepcopy(model)
-    buffers = build_buffers(model)
-    for step in range(2):
-        batches = [torch.randn(4, 3) * (1 + v) + step for v in range(3)]
-        copies = [copy.deepcopy(alone) for _ in batches]
-        for each, x in zip(copies, batches, strict=True):
-            each(x)
-        run_pass(buffers, 3, lambda v, batches=batches: model(batches[v]))  # type: ignore[misc]
-        for name, buffer in alone.named_buffers():
-            values = torch.stack([each.get_buffer(name) for each in copies])
-            buffer.copy_(values.mean(0) if buffer.is_floating_point() else values[0])
-            torch.testing.assert_close(model.get_buffer(name), buffer)
-    assert model.get_buffer("0.num_batches_tracked") == 2
-    model.eval()
-    before = copy.deepcopy(model.state_dict())
-    run_pass(buffers, 3, lambda v: model(torch.randn(4, 3)))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(("dtype", "value"), [
