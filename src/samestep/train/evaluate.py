@@ -185,15 +185,14 @@ def _to_numbers(row: Row) -> Row:
 def _merge(rows: list[Row]) -> dict[str, Any]:
     """Combine the rows of all micro-batches, in order, into lists and into means with exactly rounded sums."""
     merged: dict[str, Any] = {}
-    kinds = [{name: type(value) for name, value in row.items()} for row in rows]
     for name in dict.fromkeys(name for row in rows for name in row):
-        if len({kind.get(name) for kind in kinds}) > 1:
+        values: list[Any] = [row.get(name) for row in rows]
+        if len({*map(type, values)}) > 1:
             raise InvalidValue(
                 f"score {name!r} is not the same kind of value in all micro-batches, or is missing in some: return it "
                 "each time, with weight 0 if it does not count",
                 code="SS223",
             )
-        values = [row[name] for row in rows]
         if isinstance(values[0], list):
             merged[name] = [entry for value in values for entry in value]
             continue

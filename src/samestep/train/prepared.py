@@ -25,7 +25,6 @@ from samestep.train.objects import (
     Objects,
     check_states,
     describe_models,
-    list_params,
     list_tensors,
     outline,
     refuse_shared_memory,
@@ -217,18 +216,14 @@ def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:
 
 
 def measure_sizes(objects: Objects, blocks: Blocks | None) -> list[ParamSize]:
-    """Return the sizes of the models' parameters, undivided.
+    """Return the sizes of the models' parameters, undivided: `nbytes` is that of all slices of a tensor.
 
     Call it after an update, which allocates the optimizers' state.
 
     Args:
         blocks: as `shard_blocks` of `Run.prepare`.
     """
-    states = {
-        id(param): optimizer.state.get(param)
-        for optimizer in objects.optimizers.values()
-        for param in list_params(optimizer)
-    }
+    states = {id(p): state for optimizer in objects.optimizers.values() for p, state in optimizer.state.items()}
     found = [block for module in objects.modules.values() for block in find_blocks(module, blocks)]
     homes: dict[int, int] = {}
     for number, block in enumerate(found, start=OUTSIDE + 1):
@@ -237,20 +232,15 @@ def measure_sizes(objects: Objects, blocks: Blocks | None) -> list[ParamSize]:
     sizes = []
     for param in objects.name_params().values():
         tensors = list_tensors(states.get(id(param)))
-        of_shape = sum(_count_bytes(each) for each in tensors if each.shape == param.shape)
+        of_shape = sum(each.nbytes for each in tensors if each.shape == param.shape)
         sizes.append(
             ParamSize(
-                num_bytes=_count_bytes(param),
+                num_bytes=param.nbytes,
                 num_rows=param.shape[0] if param.dim() else 1,
-                gradient_bytes=_count_bytes(param) if param.requires_grad else 0,
+                gradient_bytes=param.nbytes if param.requires_grad else 0,
                 state_bytes=of_shape,
-                small_bytes=sum(map(_count_bytes, tensors)) - of_shape,
+                small_bytes=sum(each.nbytes for each in tensors) - of_shape,
                 block=homes.get(id(param), OUTSIDE),
             )
         )
     return sizes
-
-
-def _count_bytes(tensor: Tensor) -> int:
-    """Return the bytes of the whole tensor, also of one that is sharded."""
-    return tensor.numel() * tensor.element_size()

@@ -153,8 +153,7 @@ class Run:
             use_tf32()
         group = open_group(environment, self.device, backend=settings.backend)
         self.local_rank = environment.local_rank
-        self._group = group
-        self._progress = Progress(is_shown=self.rank == 0)
+        self._progress = Progress(is_shown=group.rank == 0)
         location = Location(settings, group, self._say, keeps=environment.heals)
         self.dir = location.path
         context = RunContext(
@@ -191,7 +190,7 @@ class Run:
             >>> run.rank, run.world_size
             (0, 1)
         """
-        return self._group.rank
+        return self._context.rank
 
     @property
     def world_size(self) -> int:
@@ -199,7 +198,7 @@ class Run:
 
         Example: see `Run.rank`.
         """
-        return self._group.world_size
+        return self._context.world_size
 
     @property
     def state(self) -> dict[str, Any]:
@@ -563,8 +562,9 @@ class Run:
             [1, 2, 3]
         """
         self._check_call("run.once", "the ranks are not at the same place there; call it before the loop")
-        calls.wait_for_call(self._context.group, calls.ONCE)
-        return call_on_rank_0(self._context.group, fn, *args, **kwargs)
+        group = self._context.group
+        calls.wait_for_call(group, calls.ONCE)
+        return call_on_rank_0(group, fn, *args, **kwargs)
 
     def barrier(self) -> None:
         """Wait until all ranks have called it, for example before they read a file that one of them has written.
