@@ -36,7 +36,7 @@ from samestep.torch_internals import (
     observe_norms,
     shard_like,
 )
-from samestep.train import calls
+from samestep.train.guards import Call, gather_after_step, wait_for_call
 from samestep.train.objects import STATE, Objects, list_params, list_tensors, save_module
 from samestep.train.sharded_init import ShardedInit
 from samestep.world.group import Group
@@ -70,7 +70,7 @@ class DividedState:
                 [{key: each for key, each in group.items() if key not in ("params", "param_names")}
                  for group in optimizer.param_groups]
             )  # fmt: skip
-        check_equal(calls.gather_after_step(self._group, facts))
+        check_equal(gather_after_step(self._group, facts))
 
 
 class DividedOptimizers(DividedState):
@@ -100,7 +100,7 @@ class DividedOptimizers(DividedState):
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its owner to the other ranks."""
         owned = self.ownership.list_owned(list_params(optimizer))
-        calls.wait_for_call(self._group, calls.UPDATE)
+        wait_for_call(self._group, Call.UPDATE)
         send_owned([[param.detach() for param in params] for params in owned], self._group)
 
     def outline(self) -> dict[str, Any]:

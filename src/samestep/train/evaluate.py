@@ -21,8 +21,8 @@ from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
 from samestep.plan.sizes import Span, check_positive
 from samestep.plan.tree import Layout
-from samestep.train import calls
 from samestep.train.context import RunContext
+from samestep.train.guards import Call, wait_for_call
 from samestep.train.prepared import Prepared
 from samestep.train.stopping import Services
 from samestep.world.transport import describe_failure, read_outcomes
@@ -80,7 +80,7 @@ class Evaluator:
         group = self._context.group
         steps_done = self._state.steps_done
         self._clock.enter("reducing", steps_done)
-        calls.wait_for_call(group, calls.EVALUATE)
+        wait_for_call(group, Call.EVALUATE)
         while True:
             layout = self._context.build_layout(len(spans))
             failure: Exception | None = None

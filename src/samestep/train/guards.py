@@ -1,6 +1,7 @@
-"""Checks of a run while it trains: the script's calls of optimizers and schedulers, and the equality of the ranks."""
+"""Checks of a run while it trains: the script's calls, of optimizers and of the run, and the equality of the ranks."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, WeakSet, finalize
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import Error, UsageError
+from samestep.hashing import hash_short
 from samestep.snapshot.async_copy import TrainingState
 from samestep.torch_internals import get_local, is_sharded, read_version
 from samestep.train.context import RunContext
@@ -19,6 +21,30 @@ from samestep.train.objects import Objects, list_params, list_tensors, strip_com
 from samestep.train.step import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
+from samestep.world.group import Group
+
+# A call that a script must make on all ranks in the same order, or none: the end of an epoch.
+Call = IntEnum("Call", "EPOCH_END STOP PREPARE LOOP ONCE EVALUATE RESTORE UPDATE BARRIER", start=0)
+_NAMES = {
+    Call.STOP: "run.stop",
+    Call.PREPARE: "run.prepare",
+    Call.LOOP: "run.epochs or run.steps",
+    Call.ONCE: "run.once",
+    Call.EVALUATE: "run.evaluate",
+    Call.RESTORE: "run.restore",
+    Call.UPDATE: "optimizer.step",
+    Call.BARRIER: "run.barrier",
+}
+_ADVICE = {
+    Call.STOP: "base the decision to stop on values that are the same on all ranks, such as step.loss",
+    Call.EVALUATE: "call it on every rank, since they divide the data set, and print or save the result on rank 0",
+    Call.UPDATE: "base the decision to update on values that are the same on all ranks, such as step.loss",
+}
+_OTHER_ADVICE = (
+    "make the same calls in the same order on every rank, and check what ranks can see differently, such as whether a "
+    "file exists, in the function that run.once calls"
+)
+_SIGN = 0x5A3E51  # the highest bits of a call's number
 
 
 class MisuseChecks(StepObserver):
@@ -232,3 +258,42 @@ class ReplicaChecks:
             same=[*replicated.values()] if self._is_divided else stable,
             is_mine=is_mine,
         )
+
+
+def wait_for_call(group: Group, call: Call, names: Sequence[str] = ()) -> None:
+    """Wait until all ranks have made a call. Without this, ranks at different calls would wait for each other forever.
+
+    Args:
+        names: at the end of an epoch, the named snapshots that this rank has asked for.
+
+    Raises:
+        UsageError: another rank made a different call, continues with the next step, or asked for different snapshots.
+    """
+    asked = hash_short(repr([*names]).encode()) >> 32
+    marks = group.gather_number(_SIGN << 40 | asked << 8 | call)
+    # The message of a step's exchange begins with another number.
+    calls = [Call(mark & 0xFF) if mark >> 40 == _SIGN else Call.EPOCH_END for mark in marks]
+    if len({*calls}) > 1:
+        named = max(calls)
+        rank = calls.index(named)
+        other, others_call = next(each for each in enumerate(calls) if each[1] != named)
+        does = f"has called {_NAMES[others_call]}" if others_call in _NAMES else "has not"
+        advice = _ADVICE.get(named, _OTHER_ADVICE)
+        raise UsageError(f"rank {rank} has called {_NAMES[named]}, and rank {other} {does}: {advice}", code="SS501")
+    if len({*marks}) > 1:
+        other = next(rank for rank, mark in enumerate(marks) if mark != marks[0])
+        raise UsageError(
+            f"rank 0 and rank {other} did not ask for the same snapshots in this epoch: call run.snapshot on every "
+            "rank; one of them writes it",
+            code="SS501",
+        )
+
+
+def gather_after_step(group: Group, value: Any) -> list[Any]:
+    """Gather a value of each rank between two steps, as `Group.gather`.
+
+    Raises:
+        UsageError: another rank waits in the step of a divided optimizer.
+    """
+    wait_for_call(group, Call.EPOCH_END)
+    return group.gather(value)

@@ -12,10 +12,9 @@ from samestep.errors import Error, UsageError
 from samestep.launch.rank_reports import LoopState, report
 from samestep.plan.seeds import derive
 from samestep.snapshot.async_copy import TrainingState
-from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.feed import Feed
-from samestep.train.guards import list_stable
+from samestep.train.guards import Call, list_stable, wait_for_call
 from samestep.train.prepared import Prepared
 from samestep.train.run_state import MetricsTally
 from samestep.train.step import Observers, Step, StepParts
@@ -230,7 +229,7 @@ class Loop:
             location.directory.write_start(restart, from_step=self._state.steps_done, world_size=context.world_size)
         self._report(Outcome.UNKNOWN)
         context.group.announce_ready()  # rank 0 has done what no other rank does again
-        calls.wait_for_call(context.group, self._services.stopping.call)
+        wait_for_call(context.group, self._services.stopping.call)
 
     def _end_body(self, epochs_done: int | None) -> None:
         """Save the snapshots that are due after a body, and end the process if the ranks have voted to stop.
@@ -247,9 +246,9 @@ class Loop:
         self._prepared.replicas.compare_if_due(steps_done, epochs_done)
         # Ranks that continue with a step notice in its exchange that another one waits here.
         if epochs_done is not None:
-            calls.wait_for_call(self._context.group, stopping.call, snapshotter.take_asked())
-        elif stopping.call == calls.STOP:
-            calls.wait_for_call(self._context.group, calls.STOP)
+            wait_for_call(self._context.group, stopping.call, snapshotter.take_asked())
+        elif stopping.call == Call.STOP:
+            wait_for_call(self._context.group, Call.STOP)
         ending = stopping.is_ending
         due = snapshotter.take_due(step=steps_done, epochs_done=epochs_done, numbered=not self.is_cut, ending=ending)
         if due:

@@ -12,10 +12,10 @@ from samestep.data.source import keep_shards
 from samestep.errors import InvalidValue
 from samestep.plan.sizes import describe_division
 from samestep.snapshot.logs import Heal
-from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.determinism import fix_compiler
 from samestep.train.feed import Feed
+from samestep.train.guards import Call, wait_for_call
 from samestep.train.interception import Interceptor, LoopParts
 from samestep.train.loop import Loop
 from samestep.train.loop_data import LoopData
@@ -41,7 +41,7 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
         raise InvalidValue(
             'shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"', code="SS608"
         )
-    calls.wait_for_call(context.group, calls.LOOP)
+    wait_for_call(context.group, Call.LOOP)
     lengths = {"the number of steps": data.planned, "the length of the data set": data.plan.length}
     context.group.agree(data.numbers | lengths)
     info = None

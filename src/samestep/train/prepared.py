@@ -16,10 +16,9 @@ from samestep.errors import InvalidValue
 from samestep.plan.shards import OUTSIDE, ParamSize
 from samestep.snapshot.run_record import ResumePoint
 from samestep.snapshot.serialization import SavedState
-from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.divided_state import Blocks, DividedOptimizers, ShardedState, find_blocks
-from samestep.train.guards import MisuseChecks, ReplicaChecks
+from samestep.train.guards import Call, MisuseChecks, ReplicaChecks, wait_for_call
 from samestep.train.interception import Interceptor
 from samestep.train.objects import (
     Objects,
@@ -133,7 +132,7 @@ def prepare_objects(
     overrides = override or config.override
     contents = SnapshotContents(objects, context.precision, context.say)
     group.check_process_group()
-    calls.wait_for_call(group, calls.PREPARE)
+    wait_for_call(group, Call.PREPARE)
     group.agree(config.shared() | {"override": overrides} | outline(objects, models) | {**contents.options.in_force})
     for module in objects.modules.values():
         if shard != "fsdp2":  # which gives memory to one block after the other

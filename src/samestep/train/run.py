@@ -16,10 +16,10 @@ from samestep.engine.precision import MixedPrecision
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.snapshot.location import Location
-from samestep.train import calls
 from samestep.train.context import RunContext, build_config
 from samestep.train.determinism import call_on_rank_0, fix_kernels, use_tf32
 from samestep.train.evaluate import Evaluator
+from samestep.train.guards import Call, wait_for_call
 from samestep.train.interception import find_kinds, read_request
 from samestep.train.loop import Epoch, Loop
 from samestep.train.loop_data import Sampler, open_loop_data
@@ -563,7 +563,7 @@ class Run:
         """
         self._check_call("run.once", "the ranks are not at the same place there; call it before the loop")
         group = self._context.group
-        calls.wait_for_call(group, calls.ONCE)
+        wait_for_call(group, Call.ONCE)
         return call_on_rank_0(group, fn, *args, **kwargs)
 
     def barrier(self) -> None:
@@ -578,7 +578,7 @@ class Run:
             >>> samestep.Run(None, batch_size=4).barrier()
         """
         self._check_call("run.barrier", "the ranks are not at the same place there; call it before the loop")
-        calls.wait_for_call(self._context.group, calls.BARRIER)
+        wait_for_call(self._context.group, Call.BARRIER)
 
     def snapshot(self, name: str) -> None:
         """Save a named snapshot at the end of the loop's current body. Call it on all ranks.
@@ -633,7 +633,7 @@ class Run:
                 "run.restore in the loop would change what is trained: call it after the loop", code="SS221"
             )
         context = self._context
-        calls.wait_for_call(context.group, calls.RESTORE)
+        wait_for_call(context.group, Call.RESTORE)
         self._services.snapshotter.wait_until_written()
         prepared.gradients.free_gathered()
         may_lack = any(each.is_trial for each in self._interceptors)

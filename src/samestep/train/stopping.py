@@ -29,8 +29,8 @@ from samestep.launch.rank_process import kept_signals
 from samestep.launch.rank_reports import Result, has_launcher, is_secondary, report, report_failure
 from samestep.processes import Held, hold, leave
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train import calls
 from samestep.train.context import RunContext
+from samestep.train.guards import Call, gather_after_step
 from samestep.train.metrics import RunMetrics
 from samestep.train.run_state import RunState
 from samestep.train.step import Step, StepObserver
@@ -201,9 +201,9 @@ class Stopping(StepObserver):
         return bool(self.signal) and not self._is_at_end and not self._state.stop_reason
 
     @property
-    def call(self) -> int:
+    def call(self) -> Call:
         """The call by which this rank tells the others whether it ends a loop that goes on without a run.stop()."""
-        return calls.STOP if self._state.stop_reason and not (self.signal or self._is_at_end) else calls.EPOCH_END
+        return Call.STOP if self._state.stop_reason and not (self.signal or self._is_at_end) else Call.EPOCH_END
 
     def cast_vote(self, **more: Any) -> Vote:
         """Return this rank's vote. `more`: the entries of `Vote` that others give."""
@@ -281,7 +281,7 @@ class Services(Held):
     def __init__(self, context: RunContext, progress: Progress, trackers: Trackers) -> None:
         self._context = context
         self._progress = progress
-        gather = partial(calls.gather_after_step, context.group)
+        gather = partial(gather_after_step, context.group)
         self.snapshotter = Snapshotter(context.config.snapshot_every, context.location, context.say, gather)
         signals = StopSignals(context.environment, progress.say, is_on=context.location.path is not None)
         self.watchdog = Watchdog(context)
