@@ -100,15 +100,20 @@ class WebDataset:
         return samples if self._transform is None else [self._transform(sample) for sample in samples]
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
-        file, index = self._open(shard)
-        key, ranges = index[row]
-        num_bytes = self.shards[shard].num_bytes
-        if not _is_inside(key) or any(start + size > num_bytes for start, size in ranges.values()):
+        try:
+            file, index = self._open(shard)
+            key, ranges = index[row]
+            num_bytes = self.shards[shard].num_bytes
+            if not _is_inside(key) or any(start + size > num_bytes for start, size in ranges.values()):
+                raise InvalidValue(
+                    f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again",
+                    code="SS310",
+                )
+            sample: dict[str, Any] = {name: _read_bytes(file, *each) for name, each in ranges.items()}
+        except OSError as error:
             raise InvalidValue(
-                f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again",
-                code="SS310",
-            )
-        sample: dict[str, Any] = {name: _read_bytes(file, *each) for name, each in ranges.items()}
+                f"the shard {self._files[shard]} cannot be read ({error.strerror}): restore it", code="SS310"
+            ) from None
         return sample | {KEY: key}
 
     def _open(self, shard: int) -> tuple[FileIO, Index]:
@@ -117,12 +122,7 @@ class WebDataset:
             self._opened.move_to_end(shard)
             return self._opened[shard]
         index = _read_index(self._index_files[shard], self.shards[shard])
-        try:
-            file = open(self._files[shard], "rb", buffering=0)  # noqa: SIM115  # it stays open
-        except OSError as error:
-            raise InvalidValue(
-                f"the shard {self._files[shard]} cannot be read ({error.strerror}): restore it", code="SS310"
-            ) from None
+        file = open(self._files[shard], "rb", buffering=0)  # noqa: SIM115  # it stays open
         if len(self._opened) == MAX_OPEN:
             self._opened.popitem(last=False)
         self._opened[shard] = file, index
@@ -161,12 +161,7 @@ def _is_inside(path: str) -> bool:
 
 
 def _read_bytes(file: FileIO, start: int, size: int) -> bytes:
-    try:
-        data = os.pread(file.fileno(), size, start)  # forked processes share the offset of `read`
-    except OSError as error:
-        raise InvalidValue(
-            f"the shard {file.name} cannot be read ({error.strerror}): restore it", code="SS310"
-        ) from None
+    data = os.pread(file.fileno(), size, start)  # forked processes share the offset of `read`
     if len(data) < size:
         raise InvalidValue(f"the shard {file.name} is truncated at byte {start + len(data)}: restore it", code="SS310")
     return data
