@@ -68,13 +68,25 @@ def choose_device(environment: Environment, wanted: str | None, backend: str | N
 
 
 def join_process_group(backend: str, environment: Environment) -> None:
-    """Join the other ranks. Raises Error if rank 0 cannot open its port."""
+    """Join the other ranks. Raises Error if rank 0 cannot open its port.
+
+    After a restart torchrun keeps its store, with the addresses of the earlier ranks, and gloo tries to connect to
+    those. With one torchrun, the restart count makes the keys of each start distinct. Several torchruns count their
+    restarts separately, so there this is not possible.
+    """
+    num_restarts, most = read_restarts()
+    is_one_node = environment.local_world_size == environment.world_size
+    if most and not is_one_node and has_agent_store() and environment.rank == 0:
+        say(
+            "torchrun restarts the ranks of several nodes with the store of the previous start, in which gloo finds "
+            "ranks that have ended: run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or use samestep "
+            "launch"
+        )
     try:
-        store = _open_store(environment)
-        if store is None:
-            open_process_group(backend)
-        else:
-            open_process_group(backend, store=store, rank=environment.rank, world_size=environment.world_size)
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"samestep/start-{num_restarts if is_one_node else 0}", open_rendezvous(environment, JOIN_S)
+        )
+        open_process_group(backend, store=store, rank=environment.rank, world_size=environment.world_size)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -84,33 +96,15 @@ def join_process_group(backend: str, environment: Environment) -> None:
         ) from None
 
 
-def _open_store(environment: Environment) -> Any:  # Store
-    """Open the store through which the ranks join; None: the one that torch opens from the environment.
+def open_rendezvous(environment: Environment, limit_s: float) -> Any:  # TCPStore
+    """Open the ranks' store, as torch's env:// does: that of their launcher, or one of rank 0.
 
-    After a restart torchrun keeps its store, with the addresses of the earlier ranks, and gloo tries to connect to
-    those. With one torchrun, the restart count makes the keys of each start distinct. Several torchruns count their
-    restarts separately, so there this is not possible.
+    A process may open it twice: for a `StoreExchange`, and for its process group.
     """
     host, port = read_master()
-    rank = environment.rank
-    world_size = environment.world_size
-    limit = timedelta(seconds=JOIN_S)
-    if environment.launcher == "srun":
-        # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
-        return dist.TCPStore(host, port, world_size, rank == 0, limit, multi_tenant=True)  # type: ignore[attr-defined]
-    if environment.launcher != "torchrun" or not has_agent_store():
-        return None
-    num_restarts, most = read_restarts()
-    if environment.local_world_size == world_size:
-        store = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
-        return dist.PrefixStore(f"samestep/restart-{num_restarts}", store)  # type: ignore[attr-defined]
-    if most and rank == 0:
-        say(
-            "torchrun restarts the ranks of several nodes with the store of the previous start, in which gloo finds "
-            "ranks that have ended: run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or use samestep "
-            "launch"
-        )
-    return None
+    is_host = environment.rank == 0 and not has_agent_store()
+    limit = timedelta(seconds=limit_s)
+    return dist.TCPStore(host, port, environment.world_size, is_host, limit, False, multi_tenant=True)  # type: ignore[attr-defined]
 
 
 def has_group() -> bool:
@@ -236,11 +230,7 @@ class StoreExchange:
         self._numbers = count()  # of calls of `gather`
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if self.world_size > 1:
-            host, port = read_master()
-            is_host = self.rank == 0 and not has_agent_store()
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, port, self.world_size, is_host, timedelta(seconds=timeout_s), False, multi_tenant=True
-            )
+            self._store = open_rendezvous(environment, timeout_s)
 
     def post(self, name: str, value: Any) -> None:
         """Publish this rank's value under `name`."""
