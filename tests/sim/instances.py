@@ -102,11 +102,15 @@ class Instance:
         system = self._simulated["sys"].__dict__
         system.pop("modules")["__main__"].__dict__.clear()
         system.pop("last_value", None)
+        self._restore_variables()
+        gc.collect()
+        self._restore_variables()  # a finalizer may have set them again
+
+    def _restore_variables(self) -> None:
         for name, values in self._initial.items():
             variables = self._modules[name].__dict__
             for key, (value, content) in values.items():
                 variables[key] = _restore(value, content)
-        gc.collect()
 
     def load(self, name: str) -> Any:
         """Import a module of samestep."""
