@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,26 @@ import samestep
 
 
 class Wrapper:
-    """Holds optimizers anywhere, and saves them."""
+    """The usual pair: one optimizer for matrices, another for the rest. Saves both."""
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], held: Any) -> None:
-        self.held = held
-        self.step = lambda: [each.step() for each in optimizers]
-        self.state_dict = lambda: {str(i): each.state_dict() for i, each in enumerate(optimizers)}
-        self.load_state_dict = lambda state: [each.load_state_dict(state[str(i)]) for i, each in enumerate(optimizers)]
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.matrices = SGD([p for p in parameters if p.ndim > 1], 0.1, momentum=0.9)
+        self.rest = Adam([p for p in parameters if p.ndim <= 1], 0.01)
+
+    def step(self) -> None:
+        self.matrices.step()
+        self.rest.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"matrices": self.matrices.state_dict(), "rest": self.rest.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.matrices.load_state_dict(state["matrices"])
+        self.rest.load_state_dict(state["rest"])
 
 
 def build_two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-
-
-def wrap(parameters: list[nn.Parameter], hold: Callable[[list[Any]], Any]) -> Wrapper:
-    """The usual pair: one optimizer for matrices, another for the rest."""
-    matrices, rest = ([p for p in parameters if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
-    optimizers = [SGD(matrices, 0.1, momentum=0.9), Adam(rest, 0.01)]
-    return Wrapper(optimizers, hold(optimizers))
-
-
-WRAPPERS: dict[str, Callable[[list[Any]], Any]] = {
-    "a list": lambda optimizers: optimizers,
-    "a dict": lambda optimizers: dict(zip("ab", optimizers, strict=True)),
-    "a second wrapper": lambda optimizers: Wrapper(optimizers, {"inner": tuple(optimizers)}),
-    "a closure": lambda optimizers: None,
-}
 
 
 def update_with_critic(t: Tiny) -> None:
@@ -63,7 +56,7 @@ def resemble_mistakes(t: Tiny) -> None:
     others = SGD(stranger.parameters(), lr=0.1)
 
     def body(t: Tiny, x: torch.Tensor, y: torch.Tensor) -> None:
-        t.optimizer.held[0].zero_grad()  # at the start of the body, as in many scripts
+        t.optimizer.matrices.zero_grad()  # at the start of the body, as in many scripts
         if t.step.micro_batch == 0 and t.step.number == 2:
             return
         t.step.backward(F.mse_loss(t.model(x), y) + stranger(x[:, :1]).square().mean())
@@ -109,13 +102,12 @@ class Bounding(SGD):
 
 
 CORRECT: dict[str, dict[str, Any]] = {
-    **{f"optimizers in {name}": {"model": build_two_layers, "optimizer": lambda p, hold=hold: wrap(p, hold)}
-       for name, hold in WRAPPERS.items()},
+    "two optimizers in an object": {"model": build_two_layers, "optimizer": Wrapper},
     "a wrapper beside an optimizer": {
-        "model": build_two_layers, "optimizer": lambda p: wrap(p[:2], WRAPPERS["a list"]),
+        "model": build_two_layers, "optimizer": lambda p: Wrapper(p[:2]),
         "objects": lambda t: {"plain": SGD(t.model[1].parameters(), 0.1)}, "then": update_with_critic},
     "lines that resemble mistakes": {
-        "do": resemble_mistakes, "optimizer": lambda p: wrap(p, WRAPPERS["a list"]), "log_every": 1},
+        "do": resemble_mistakes, "optimizer": Wrapper, "log_every": 1},
     "an update without gradients before the loop": {"do": begin_with_an_empty_update},
     "a parameter that is infinite": {"model": Bounded},
     "a run in the loop of another one": {"then": lambda t: [update(t), t.step.number == 1 and Tiny(None)]},
@@ -125,18 +117,14 @@ CORRECT: dict[str, dict[str, Any]] = {
 
 def train(run_dir: Path, name: str) -> dict[str, Any]:
     """Returns the model's weights before and after."""
-    arguments = CORRECT[name]
-    do, then = arguments.get("do", Tiny.train), {k: v for k, v in arguments.items() if k == "then"}
+    arguments = dict(CORRECT[name])
+    then = arguments.pop("then", update)
+    do = arguments.pop("do", lambda tiny: tiny.train(then=then))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tiny = Tiny(
-            run_dir,
-            snapshot_every=2,
-            compare_every=1,
-            **{k: v for k, v in arguments.items() if k not in ("do", "then")},
-        )
+        tiny = Tiny(run_dir, snapshot_every=2, compare_every=1, **arguments)
         before = {name: param.detach().clone() for name, param in tiny.model.named_parameters()}
-        do(tiny, **then)
+        do(tiny)
     return {name: (before[name], param.detach()) for name, param in tiny.model.named_parameters()}
 
 

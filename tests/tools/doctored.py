@@ -1,6 +1,6 @@
-"""Runs `samestep doctor` on one rank, with planted faults on a host or rank. Start it by samestep launch.
+"""Runs `samestep doctor` on one rank, with planted faults. Start it by samestep launch.
 
-doctored.py [--plant KIND WHERE]... [directory for runs]
+doctored.py [--plant KIND RANK]...
 """
 
 import sys
@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
-from samestep.tools.doctor_checks import CHECKS, look_at_collectives, look_at_versions
+from samestep.tools import doctor_checks, examination
+from samestep.tools.doctor_checks import CHECKS, look_at_collectives, look_at_connections, look_at_versions
 from samestep.tools.examination import Context, examine
-from samestep.world.environment import read_environment, read_host
+from samestep.world.environment import read_environment
 
 
 def find_other_version(context: Context) -> Any:
@@ -29,10 +31,27 @@ def hang(context: Context) -> Any:
     time.sleep(600)
 
 
+def reach_nobody(context: Context) -> Any:
+    doctor_checks.try_connection = lambda address, port: f"{address}: No route to host"
+    return look_at_connections(context)
+
+
 def add_wrongly(context: Context) -> Any:
     """Change one element of each sum on this rank."""
     add = dist.all_reduce
     dist.all_reduce = lambda tensor: (add(tensor), tensor[-1:].add_(1))
+    return look_at_collectives(context)
+
+
+def send_slowly(context: Context) -> Any:
+    """Delay what is measured, but not the answers to it."""
+    send = dist.send
+
+    def delay(tensor: Tensor, rank: int) -> None:
+        time.sleep(0.2 if len(tensor) > 1 else 0)
+        send(tensor, rank)
+
+    dist.send = delay
     return look_at_collectives(context)
 
 
@@ -41,25 +60,27 @@ FAULTS: dict[str, tuple[str, Callable[[Context], Any]]] = {
     "version": ("versions", find_other_version),
     "raise": ("connections", raise_error),
     "hang": ("connections", hang),
+    "cut off": ("connections", reach_nobody),
     "wrong": ("collectives", add_wrongly),
+    "slow": ("collectives", send_slowly),
 }
 LIMIT_S = 2.0  # for a check that hangs
 
 
 def main() -> None:
-    words, faults = sys.argv[1:], dict[str, str]()
-    while words and words[0] == "--plant":
-        faults[words[1]] = words[2]
-        words = words[3:]
-    environment = read_environment()
+    """Examine. A fault "apart" of any rank makes each rank a node of its own."""
+    faults = dict(zip(sys.argv[2::3], sys.argv[3::3], strict=True))
+    rank = str(read_environment().rank)
+    if faults.pop("apart", ""):
+        examination.read_host_id = lambda scope: rank
     checks = {check.name: check for check in CHECKS}
     for kind, where in faults.items():
         name, look = FAULTS[kind]
         if kind == "hang":
             checks[name] = replace(checks[name], limit_s=LIMIT_S)
-        if where in (read_host(), str(environment.rank)):
+        if where == rank:
             checks[name] = replace(checks[name], look=look)
-    sys.exit(examine(environment, [*checks.values()], run_dir=words[0] if words else None, json=True))
+    sys.exit(examine(read_environment(), [*checks.values()], json=True))
 
 
 if __name__ == "__main__":

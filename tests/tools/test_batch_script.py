@@ -66,36 +66,20 @@ def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path
     assert (tmp_path / "runs/x/slurm").is_dir(), "Slurm does not create it for the output"
 
 
-def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One node needs no rendezvous, and the script names the run's directory."""
-    text = render(capsys, "--nproc-per-node", "3", "--grace-s", "60", "--run-dir", "s3://bucket/run", "-m", "train")
-    words = read_srun(text)
+TARGETS = [(["-m", "my.train"], "my.train"), (["mlp", "--total-epochs", "2"], "mlp")]
+
+
+@pytest.mark.parametrize(("target", "name"), TARGETS)
+def test_one_node(script: Path, capsys: pytest.CaptureFixture[str], target: list[str], name: str) -> None:
+    """One node needs no rendezvous, and the script names the run's directory. All words after a recipe are its own."""
     url = ["--run-dir", "s3://bucket/run"]
-    assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", *url, "-m", "train"]
-    assert "MASTER_ADDR" not in text
-    assert read_directives(text)["output"] == "slurm/%j.out", "a URL is no local directory"
-    assert read_directives(text)["signal"] == "USR1@60"
-
-
-def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All words after its name are its own."""
-    text = render(capsys, "--nproc-per-node", "3", "--run-dir", "runs/m", "mlp", "--total-epochs", "2")
+    text = render(capsys, "--nproc-per-node", "3", "--grace-s", "60", *url, *target)
     words = read_srun(text)
-    assert words[words.index("samestep") + 1 :] == [
-        "launch", "--nproc-per-node", "3", "--run-dir", "runs/m", "mlp", "--total-epochs", "2",
-    ]  # fmt: skip
-    assert read_directives(text)["job-name"] == "mlp"
-
-
-def test_shell_reads_it(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names and arguments with any characters reach the script, and the exit code is that of the launchers."""
-    text = render(capsys, "--run-dir", "it's $HOME", "train.py", "$(exit 1)", "`a`", "", "'")
-    stubs = 'srun() { printf "%s\\n" "$@" >&2; return 3; }\n'
-    done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    said = done.stderr.splitlines()
-    assert "it's $HOME" in said
-    assert said[-4:] == ["$(exit 1)", "`a`", "", "'"]
+    assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", *url, *target]
+    assert "MASTER_ADDR" not in text
+    directives = read_directives(text)
+    assert directives["output"] == "slurm/%j.out", "a URL is no local directory"
+    assert (directives["signal"], directives["job-name"]) == ("USR1@60", name)
 
 
 @pytest.mark.parametrize(
@@ -152,12 +136,14 @@ def test_names_with_control_characters(script: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("name", ['a" --wrap="x.py', 'a\\" --wrap="x.py', "a'; x; '.py", "$(x) `x` ${x}.py"])
 def test_names_with_signs(script: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Slurm reads them, and they reach the script. The exit code is that of the launchers."""
     script.with_name(name).write_text("")
-    text = render(capsys, "--run-dir", f"runs/{name}", name, name)
+    text = render(capsys, "--run-dir", f"runs/{name}", name, name, "", "'")
     directives = read_directives(text)
-    assert directives["job-name"] == Path(name).stem
-    assert directives["output"] == f"runs/{name}/slurm/%j.out"
-    assert read_srun(text)[-2:] == [name, name]
+    assert (directives["job-name"], directives["output"]) == (Path(name).stem, f"runs/{name}/slurm/%j.out")
+    stubs = 'srun() { printf "%s\\n" "$@" >&2; return 3; }\n'
+    done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-4:]) == (3, [name, name, "", "'"])
 
 
 def test_slurm_writes_no_output_through_a_link(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,9 +38,11 @@ def write_run(run: Path, *, record: Any = (), status: Any = (), **files: list[di
     return run
 
 
-def report(*runs: Path, output: Path) -> str:
-    assert run_report([*map(str, runs), "-o", str(output)]) == 0
-    return output.read_text()
+def report(*runs: Path) -> str:
+    """Return the page, which is beside the first run."""
+    page = runs[0].with_name("out.html")
+    assert run_report([*map(str, runs), "-o", str(page)]) == 0
+    return page.read_text()
 
 
 class Texts(HTMLParser):
@@ -76,7 +78,7 @@ def test_runs_are_shown(tmp_path: Path) -> None:
     for name, rate in (("one", 0.1), ("other", 0.1), ("third", 0.2)):
         optimizer = functools.partial(torch.optim.SGD, lr=rate)
         tiny_run(tmp_path / name, data=Pairs(16), optimizer=optimizer, config={"name": name}, log_every=1)
-    page = report(tmp_path / "one", tmp_path, output=tmp_path / "out.html")
+    page = report(tmp_path / "one", tmp_path)
     shown = Texts(page)
     assert "audit passed: in 2 complete epochs each of 16 samples was used once" in shown.text
     assert "config.name" in shown.text
@@ -112,7 +114,7 @@ def test_no_peak_is_lost(values: list[float], num_buckets: int) -> None:
 def test_restarts_and_heals_are_marks(tmp_path: Path) -> None:
     restarts = [{"reason": "", "from_step": step, "world_size": size} for step, size in ((20, 3), (40, 1))]
     heals = [{"step": 30, "lost": [0, 2], "world_size": 1, "seconds": 0.1}]
-    page = report(write_run(tmp_path / "run", restarts=restarts, heals=heals), output=tmp_path / "out.html")
+    page = report(write_run(tmp_path / "run", restarts=restarts, heals=heals))
     labels = ["restart at 20 on 3 ranks", "restart at 40 on 1 rank", "ranks 0 and 2 lost at 30"]
     assert [mark["label"] for mark in read_data(page)["marks"]] == labels
     assert re.search(r"heals\s*1", Texts(page).text)
@@ -134,7 +136,7 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
         restarts=[{"reason": HOSTILE, "from_step": 0, "rank": 0, "world_size": 2, "time": HOSTILE}],
         heals=[{"step": 1, "lost": [1], "time": HOSTILE}, {"step": 1, "lost": [HOSTILE]}, {"step": HOSTILE}],
     )
-    page = report(run, output=tmp_path / "out.html")
+    page = report(run)
     assert HOSTILE not in page
     shown = Texts(page)
     assert shown.text.count(HOSTILE) >= 7
@@ -152,7 +154,7 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", status=status, metrics=[{"step": 1, "loss": 2.0}])
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')  # the writer is in the middle of a line
-    assert "live: the run is being written" in Texts(report(run, output=tmp_path / "out.html")).text
+    assert "live: the run is being written" in Texts(report(run)).text
     data = read_run_data(run, "run", json.loads((run / "run.json").read_text()))
     assert data.metrics["loss"].values.tolist() == [2.0]
 
@@ -201,7 +203,7 @@ def browse(page: Path, profile: Path) -> tuple[str, str]:
 def test_in_a_browser(tmp_path: Path) -> None:
     metrics = [{"step": n, "train/loss": 1 / n, "validation/loss": 2 / n, "train/lr": 0.1} for n in range(1, 51)]
     run = write_run(tmp_path / "run", metrics=metrics)
-    page = report(run, output=tmp_path / "out.html")
+    page = report(run)
     assert "validation/loss" in page
     document, log = browse(tmp_path / "out.html", tmp_path / "profile")
     assert "CONSOLE" not in log

@@ -48,7 +48,7 @@ def test_runs_that_are_not_the_same_end_with_1(tmp_path: Path) -> None:
     script = write(tmp_path, in_step="optimizer.param_groups[0]['lr'] = 0.01 * (1 + run.rank)")
     done = check(samestep_command("verify", "--steps", "3", "--world-sizes", "1,3", script.name, cwd=tmp_path), 1)
     assert "on 3 ranks it ends with exit code 2" in done.stdout
-    assert "do not hold the same model after step 2" in done.stdout
+    assert "do not have the same model after step 2" in done.stdout
     assert "likely: a rank changes the model by its own values (its rank, its micro-batches)" in done.stdout
     assert done.stdout.endswith("it is NOT the same\n")
 

@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import select
-import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,23 +15,19 @@ from typing import Any
 
 import pytest
 from msgspec import to_builtins
-from support.commands import Popen
-from support.runs import check, clean_variables, samestep_command
+from support.runs import check, samestep_command
 from support.waiting import wait_until
 
 import samestep
 from samestep.decoding import convert, decode
-from samestep.tools.live_view import (
-    describe_end,
-    format_rows,
-)
-from samestep.watch.beats import EXCHANGES, Beat, PhaseClock
+from samestep.tools import live_view
+from samestep.tools.live_view import describe_end, format_rows
+from samestep.watch.beats import EXCHANGES, Beat, PhaseClock, read_process_state
 from samestep.watch.diagnosis import RankFacts, build_limits
-from samestep.watch.heartbeat import BeatExchange, Files, Heartbeat, Message
-from samestep.watch.records import RankStates, has_ended
+from samestep.watch.heartbeat import BeatExchange, Heartbeat, Message
+from samestep.watch.records import has_ended
 
 DEADLINE_S = 60.0
-NO_FILES = Files()
 
 
 class Box:
@@ -48,28 +43,26 @@ class Box:
         return [decode(self.texts[name], kind) for name in names] if {*names} <= {*self.texts} else None
 
 
+def refuse(*_: Any) -> None:
+    raise AssertionError("no test is to be ended")
+
+
 @contextmanager
 def heartbeat(
     rank: int,
-    box: Box | None,
+    box: Any,
+    *,
     world_size: int = 2,
-    stuck_after_s: int = 3,
     is_last: bool = True,
-    files: Files = NO_FILES,
+    find_dir: Callable[[], Path | None] = lambda: None,
     **more: Any,
 ) -> Iterator[tuple[PhaseClock, list[str]]]:
     """Build a rank's heartbeat for this thread. Returns its pulse and the lines that it prints."""
     said: list[str] = []
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("no test is to be ended")
-
     pulse = PhaseClock()
-    limits = replace(build_limits(stuck_after_s), stop_s=1e9)
-    members = more.pop("members", range(world_size))
-    facts = RankFacts(rank, members, "here", limits, said.append, refuse, refuse, refuse, **more)
-    entries: Any = box
-    beating = Heartbeat(pulse, facts, files, entries)
+    limits = replace(build_limits(3), stop_s=1e9)
+    facts = RankFacts(rank, range(world_size), "here", limits, said.append, refuse, refuse, refuse, **more)
+    beating = Heartbeat(pulse, facts, find_dir, box)
     try:
         yield pulse, said
     finally:
@@ -85,7 +78,7 @@ def test_a_failed_check_is_said_once() -> None:
 
     with heartbeat(0, None, world_size=1, is_lost=fail) as (_, said):
         wait_until(lambda: len(calls) > 2, "it is checked again")
-    assert said == ["the heartbeat's thread 'watch' has failed: KeyError: 0"]
+    assert said == ["the heartbeat's thread 'check' has failed: KeyError: 0"]
 
 
 def test_an_old_beat_that_is_written_again_is_not_news() -> None:
@@ -104,16 +97,20 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
 
 def test_a_rank_whose_check_does_not_run_is_silent() -> None:
     """Its other threads do not keep it alive: another rank leads."""
-
-    def hang(rank: int) -> bool:
-        held.wait(DEADLINE_S)
-        return False
-
     held, box = threading.Event(), Box()
-    with heartbeat(1, box) as (_, said), heartbeat(0, box, is_lost=hang):
+    with heartbeat(1, box) as (_, said), heartbeat(0, box, is_lost=lambda rank: not held.wait(DEADLINE_S)):
         wait_until(lambda: said, "rank 1 leads")
         held.set()
     assert said[0].startswith("nothing was heard of rank 0 (host here) for "), said
+
+
+# --- the state of a thread ------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_nobody_has_waited_for_is_dead() -> None:
+    child = subprocess.Popen(["true"])
+    wait_until(lambda: read_process_state(child.pid) == "dead", "it is a zombie")
+    child.wait()
 
 
 # --- samestep watch ---------------------------------------------------------------------------------------------------
@@ -122,19 +119,16 @@ def test_a_rank_whose_check_does_not_run_is_silent() -> None:
 def build_rank(rank: int, **more: Any) -> Beat:
     spent_s = {"starting": 9.0, "loading": 1.0, "forward": 1.0, "backward": 2.0, "reducing": 1.0}
     facts = {"rank": rank, "host": "here", "pid": 1, "number": 9, "step": 130, "phase": "forward", "for_s": 0.1}
-    facts |= {"spent_s": spent_s, "num_steps": 30, "num_micro_batches": 100, "age_s": 0.2}
+    facts |= {"spent_s": spent_s, "num_micro_batches": 100, "age_s": 0.2}
     return convert(facts | more, Beat)
 
 
 def test_the_table() -> None:
     ranks = [build_rank(0), build_rank(1, phase="reducing", for_s=12.0, waits_in="the reduction")]
-    header, (first, second) = format_rows(RankStates(0.0, 4, ranks))
-    assert header == ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
-    assert first == ("0", "here", "130", "forward", "0 s", "100.0 ms", "80", "")
-    assert second == ("1", "here", "130", "reducing", "12 s", "100.0 ms", "80", "waits in the reduction")
-    short = format_rows(RankStates(0.0, 4, ranks[:1]))
-    assert short == (header[:-1], [first[:-1]]), "a column without entries is left out"
-    _, [old] = format_rows(RankStates(0.0, 4, [build_rank(2, age_s=1.42)]))
+    first, second = format_rows(ranks, 4)
+    assert first == ("0", "here", "130", "forward", "0 s", "30.0 ms", "80", "")
+    assert second == ("1", "here", "130", "reducing", "12 s", "30.0 ms", "80", "waits in the reduction")
+    [old] = format_rows([build_rank(2, age_s=1.42)], 4)
     assert (old[4], old[-1]) == ("0 s", "1.4 s ago"), "the rank is further by now"
 
 
@@ -156,34 +150,23 @@ def test_watching_a_run_that_has_ended(tmp_path: Path) -> None:
     assert "no heartbeat of the run" in describe_end(tmp_path)
 
 
-def test_watching_on_a_terminal(tmp_path: Path) -> None:
-    """The table is shown until Ctrl-C."""
+def test_watching_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is shown until the run ends."""
+    answers = iter([False, True])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(live_view, "has_ended", lambda run_dir: next(answers))
+    monkeypatch.setattr(live_view, "POLL_S", 0.01)
     (tmp_path / "run.json").write_text(json.dumps({"format": 1}))
-    (tmp_path / "status.json").write_text(json.dumps({"status": "running"}))
-    ours, theirs = os.openpty()
-    shown = b""
-
-    def shows(words: str) -> bool:
-        nonlocal shown
-        while select.select([ours], [], [], 0)[0]:
-            shown += os.read(ours, 1 << 16)
-        return words in shown.decode(errors="replace")
-
-    with heartbeat(0, None, world_size=1, files=Files(tmp_path)) as (pulse, _):
+    (tmp_path / "status.json").write_text(json.dumps({"status": "done"}))
+    with heartbeat(0, None, world_size=1, find_dir=lambda: tmp_path) as (pulse, _):
         pulse.enter("forward", 5)
-        command = [sys.executable, "-m", "samestep", "watch", tmp_path]
-        variables = clean_variables({"TERM": "xterm", "COLUMNS": "150", "LC_ALL": "C.UTF-8"})
-        process = Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
-        try:
-            wait_until(lambda: shows("forward"), "the table")
-            process.send_signal(signal.SIGINT)
-            assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
-        finally:
-            process.kill()
-            process.wait()
-    assert "Traceback" not in shown.decode(errors="replace")
-    os.close(ours)
-    os.close(theirs)
+        wait_until((tmp_path / "ranks.json").exists, "it is published")
+        assert live_view.run_watch([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^  0 +here +5 +forward +", shown, re.M)) == 2
+    assert shown.endswith(f"{tmp_path}: done\n")
 
 
 @pytest.mark.parametrize("package", ["engine", "world"])

@@ -17,8 +17,8 @@ def test_one_flipped_bit_is_seen(dtype: torch.dtype, data: st.DataObject) -> Non
     flipped = tensor.clone()
     memory = flipped.view(torch.uint8).flatten()
     bits = 1 if dtype == torch.bool else 8
-    place, bit = data.draw(st.integers(0, len(memory) - 1)), data.draw(st.integers(0, bits - 1))
-    memory[place] ^= 1 << bit
+    position, bit = data.draw(st.integers(0, len(memory) - 1)), data.draw(st.integers(0, bits - 1))
+    memory[position] ^= 1 << bit
     assert checksum(flipped) != checksum(tensor)
 
 
@@ -54,3 +54,4 @@ ALIKE = {"w": 1, "b": 2, "m": 3}
 )
 def test_the_differing_rank(replicas: list[dict[str, int]], drift: Drift | None) -> None:
     assert find_drift(replicas) == drift
+

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,11 +60,17 @@ class Listed:
 FAILURE = "RuntimeError: no connection"
 
 
-def test_a_failing_tracker_loses_its_rows_only() -> None:
+def begin(*receivers: Listed, resumed_step: int = 0) -> tuple[Trackers, list[str]]:
+    """Start trackers. Returns them, and the list of the warnings."""
     warnings: list[str] = []
+    trackers = Trackers(receivers, warnings.append)
+    trackers.start(about(None, resumed_step=resumed_step))
+    return trackers, warnings
+
+
+def test_a_failing_tracker_loses_its_rows_only() -> None:
     good, bad = Listed(), Listed(2, 4)
-    trackers = Trackers([bad, good], warnings.append)
-    trackers.start(about(None))
+    trackers, warnings = begin(bad, good)
     for step in range(1, 6):
         trackers.log({"loss": 1.0}, step)
         while bad.num_failures < step // 2:
@@ -90,24 +96,21 @@ class Slow(Listed):
 
 def test_a_slow_tracker_does_not_delay_the_training() -> None:
     slow = Slow()
-    trackers = Trackers([slow], pytest.fail)
-    trackers.start(about(None))
+    trackers, warnings = begin(slow)
     weights = torch.zeros(2)
     for step in range(100):  # returns before the first row is taken
         weights += 1
         trackers.log({"weights": weights}, step)
     slow.answer.set()
     trackers.finish("done")
-    assert slow.steps == list(range(100))
+    assert (slow.steps, warnings) == ([*range(100)], [])
     assert [what[1]["weights"].tolist() for what in slow.heard[1:101]] == [[step + 1.0] * 2 for step in range(100)]
 
 
 def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module, "MAX_BYTES", 10 << 10)
-    warnings: list[str] = []
     slow = Slow()
-    trackers = Trackers([slow], warnings.append)
-    trackers.start(about(None))
+    trackers, warnings = begin(slow)
     for step in range(20):
         trackers.log({"loss": step}, step)
     slow.answer.set()
@@ -118,10 +121,8 @@ def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tracker_that_hangs_at_the_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module, "PATIENCE_S", 0.05)
-    warnings: list[str] = []
     slow, good = Slow(), Listed()
-    trackers = Trackers([slow, good], warnings.append)
-    trackers.start(about(None))
+    trackers, warnings = begin(slow, good)
     trackers.log({"loss": 1.0}, 1)
     trackers.finish("done")
     assert warnings == ["tracker Slow has failed, and may lack rows: it did not return within 0 s at the end"]
@@ -131,18 +132,15 @@ def test_a_tracker_that_hangs_at_the_end_is_left(monkeypatch: pytest.MonkeyPatch
 
 def test_a_tracker_that_cannot_start_stops_a_new_run_and_the_others() -> None:
     good, bad = Listed(), Listed("start")
-    trackers = Trackers([good, bad], pytest.fail)
     with pytest.raises(Error, match=rf"^tracker Listed cannot start \({FAILURE}\): correct its arguments"):
-        trackers.start(about(None))
+        begin(good, bad)
     assert good.heard[-1] == ("finish", "failed")
     assert bad.heard == []
 
 
 def test_a_resumed_run_continues_without_a_tracker_that_cannot_start() -> None:
-    warnings: list[str] = []
     good, bad = Listed(), Listed("start")
-    trackers = Trackers([bad, good], warnings.append)
-    trackers.start(about(None, resumed_step=7))
+    trackers, warnings = begin(bad, good, resumed_step=7)
     trackers.log({"loss": 1.0}, 8)
     trackers.finish("done")
     assert (bad.heard, good.steps) == ([], [8])
@@ -274,26 +272,21 @@ def test_wandb_does_not_get_rows_twice(tmp_path: Path, monkeypatch: pytest.Monke
     """A later process does not send the rows, or the values of the last step, that W&B received before the kill."""
     rows: list[dict[str, Any]] = []
 
-    def start(resumed_step: int, *rewinds: int) -> WandB:
+    def log(resumed_step: int, *logged: tuple[dict[str, Any], int], rewinds: Sequence[int] = ()) -> WandB:
         (tmp_path / "run.json").write_text(json.dumps({"rewinds": rewinds}))
         tracker = WandB()
         tracker.start(about(tmp_path, resumed_step=resumed_step))
         tracker._run.rows = rows
+        for values, step in logged:
+            tracker.log(values, step)
         return tracker
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: Recorded(arguments)))
-    first = start(0)
-    for step in range(1, 5):
-        first.log({"loss": step}, step)
-    first.log({"note": "x"}, 4)
-    second = start(2)  # the first one was killed before it logged the score of step 4
-    for step in (3, 4):
-        second.log({"loss": step}, step)
-    second.log({"note": "x", "score": 1}, 4)
-    third = start(2)
-    third.log({"score": 1}, 4)
-    for step in (5, 6):
-        third.log({"loss": step}, step)
+    losses = [({"loss": step}, step) for step in range(1, 7)]
+    first = log(0, *losses[:4], ({"note": "x"}, 4))
+    # The first one was killed before it logged the score of step 4.
+    second = log(2, *losses[2:4], ({"note": "x", "score": 1}, 4))
+    third = log(2, ({"score": 1}, 4), *losses[4:])
     assert rows == [
         *({"step": step, "loss": step} for step in range(1, 5)), {"step": 4, "note": "x"}, {"step": 4, "score": 1},
         {"step": 5, "loss": 5}, {"step": 6, "loss": 6},
@@ -301,8 +294,7 @@ def test_wandb_does_not_get_rows_twice(tmp_path: Path, monkeypatch: pytest.Monke
     assert first._run.id == second._run.arguments["id"] == third._run.arguments["id"]
     assert first._run.axes == {"step": None, "*": "step"}
     rows.clear()
-    gone_back = start(2, 2)
-    gone_back.log({"loss": 3}, 3)
+    gone_back = log(2, losses[2], rewinds=[2])
     assert rows == [{"step": 3, "loss": 3}]
     assert gone_back._run.id != first._run.id
     assert gone_back._run.arguments["name"] == "digits from step 2"

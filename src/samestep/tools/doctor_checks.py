@@ -4,6 +4,7 @@ Whether versions agree, whether all nodes share the directory for runs and reach
 collectives are right, and which link between two nodes is slow.
 """
 
+import math
 import platform
 import socket
 import time
@@ -117,26 +118,23 @@ def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, A
 # --- connections between nodes ------------------------------------------------------------------------------------
 
 
-def look_at_connections(context: Context) -> dict[str, str] | None:
-    """On the first rank of each node: try to connect to every other node. Returns node -> why it cannot be reached."""
+def look_at_connections(context: Context) -> list[str] | None:
+    """On the first rank of each node: try to connect to every other node. Returns which cannot be reached, and why."""
+    name = context.participants.name_node
     leaders = context.participants.leaders
     if len(leaders) == 1 or not context.is_leader:
         return None
-    with socket.create_server(("", 0)) as server:
-        mine = [find_address(read_master()[0]), server.getsockname()[1]]
+    with socket.create_server(("", 0)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((read_master()[0], 1))  # sends nothing, and finds the address on the route to rank 0
+        mine = [probe.getsockname()[0], server.getsockname()[1]]
         theirs = context.exchange.exchange("connections", mine, EXCHANGE_S, leaders)
         others = [node for node, leader in enumerate(leaders) if leader in theirs and theirs[leader] != mine]
         with ThreadPoolExecutor(8) as pool:
             problems = [*pool.map(lambda node: try_connection(*theirs[leaders[node]]), others)]
         context.exchange.exchange("connected", True, EXCHANGE_S, leaders)  # the servers can close
-    return {str(node): problem for node, problem in zip(others, problems, strict=True) if problem}
-
-
-def find_address(host: str) -> str:
-    """Return the address of this node on the route to a host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # sends nothing
-        return str(probe.getsockname()[0])
+    own = name(context.participants.nodes[context.environment.rank])
+    found = zip(others, problems, strict=True)
+    return [f"{own} cannot reach {name(node)} at {problem}" for node, problem in found if problem]
 
 
 def try_connection(address: str, port: int) -> str:
@@ -148,15 +146,10 @@ def try_connection(address: str, port: int) -> str:
     return ""
 
 
-def judge_connections(participants: Participants, facts: Mapping[int, Mapping[str, str]]) -> list[Finding]:
+def judge_connections(participants: Participants, facts: Mapping[int, Sequence[str]]) -> list[Finding]:
     """Report the pairs of nodes of which one does not reach the other."""
-    name = participants.name_node
     advice = "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)"
-    problems = []
-    for rank, theirs in facts.items():
-        for node, why in theirs.items():
-            found = f"{name(participants.nodes[rank])} cannot reach {name(int(node))} at {why}"
-            problems.append(Finding("connections", FAIL, found, advice))
+    problems = [Finding("connections", FAIL, found, advice) for theirs in facts.values() for found in theirs]
     return problems or [Finding("connections", PASS, "all hosts reach each other" if facts else "one host")]
 
 
@@ -209,31 +202,30 @@ def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
     """Measure the links between neighbouring nodes in both directions, one after the other. Collective.
 
     Returns:
-        {"from", "to", "bytes_per_s"} for each link, with the numbers of the nodes.
+        {"from", "to", "bytes_per_s"} for each link, with the names of the nodes.
     """
-    num_nodes = len(context.participants.leaders)
-    if num_nodes == 1:
+    leaders = context.participants.leaders
+    if len(leaders) == 1:
         return []
-    ring = [(node, (node + 1) % num_nodes) for node in range(num_nodes)]
+    ring = [(node, (node + 1) % len(leaders)) for node in range(len(leaders))]
     own = []
-    for sender, receiver in dict.fromkeys([*ring, *((b, a) for a, b in ring)]):
+    for ends in dict.fromkeys([*ring, *((b, a) for a, b in ring)]):
         group.barrier()
-        own += _measure_link(context, group, sender, receiver)
+        sender, receiver = map(context.participants.name_node, ends)
+        context.doing = f"sending from {sender} to {receiver}"
+        start, end = (leaders[node] for node in ends)
+        took_s = _time_message(group, start, end)
+        if group.rank == start:
+            own.append({"from": sender, "to": receiver, "bytes_per_s": 4 * NUM_SENT / took_s})
     return [link for theirs in group.gather(own) for link in theirs]
 
 
-def _measure_link(context: Context, group: Group, sender: int, receiver: int) -> list[dict[str, Any]]:
-    """Return the measurement on the first rank of the sender; [] on other ranks."""
-    participants = context.participants
-    start = participants.leaders[sender]
-    end = participants.leaders[receiver]
-    if group.rank not in (start, end):
-        return []
-    context.doing = f"sending from {participants.name_node(sender)} to {participants.name_node(receiver)}"
+def _time_message(group: Group, start: int, end: int) -> float:
+    """Return the seconds from the start of a message to its answer; infinite on ranks that take no part."""
+    took_s = math.inf
     data = torch.zeros(NUM_SENT, device=group.device)
     answer = torch.zeros(1, device=group.device)
-    times_s = []
-    for _ in range(2):  # the first one opens the connection
+    for _ in range(2 if group.rank in (start, end) else 0):  # the first one opens the connection
         began_s = time.perf_counter()
         if group.rank == start:
             dist.send(data, end)
@@ -242,10 +234,8 @@ def _measure_link(context: Context, group: Group, sender: int, receiver: int) ->
             dist.recv(data, start)
             dist.send(answer, start)
         float(answer)  # waits for a GPU
-        times_s.append(time.perf_counter() - began_s)
-    if group.rank == end:
-        return []
-    return [{"from": sender, "to": receiver, "bytes_per_s": 4 * NUM_SENT / min(times_s)}]
+        took_s = min(took_s, time.perf_counter() - began_s)
+    return took_s
 
 
 def judge_collectives(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
@@ -259,27 +249,24 @@ def judge_collectives(participants: Participants, facts: Mapping[int, Mapping[st
         problems.append(Finding("collectives", FAIL, f"{sentence}: {where}", advice))
     one = next(iter(facts.values()))
     right = Finding("collectives", PASS, f"right, over {'NCCL' if one['device'] == 'cuda' else 'gloo'}")
-    return [*(problems or [right]), *judge_links(participants, one["links"])]
+    return [*(problems or [right]), *judge_links(one["links"])]
 
 
-def judge_links(participants: Participants, links: Sequence[dict[str, Any]]) -> list[Finding]:
+def judge_links(links: Sequence[dict[str, Any]]) -> list[Finding]:
     """Report the slowest link; warn about links much slower than the median (of two: than the faster one)."""
     if not links:
         return []
-    usual = median_high([link["bytes_per_s"] for link in links])
-    ordered = sorted(links, key=lambda link: float(link["bytes_per_s"]))
-    measured = [{**link, **{end: participants.name_node(link[end]) for end in ("from", "to")}} for link in ordered]
+    measured = sorted(links, key=lambda link: float(link["bytes_per_s"]))
     shown = [f"{link['from']} -> {link['to']}, {format_bytes(link['bytes_per_s'])}/s" for link in measured]
-    if num_slow := sum(link["bytes_per_s"] < SLOW_LINK * usual for link in links):
-        found = (
-            f"the slowest link is {'; then '.join(shown[: min(num_slow, 4)])}; the median is {format_bytes(usual)}/s"
-        )
-        advice = (
-            "check the network card, cable and switch port that they share (ethtool: speed, errors), or leave it out"
-        )
-        return [Finding("links", WARN, found, advice, measured)]
-    found = f"{format_bytes(usual)}/s from host to host (median); slowest: {shown[0]}"
-    return [Finding("links", PASS, found, measured=measured)]
+    usual = median_high([link["bytes_per_s"] for link in links])
+    num_slow = sum(link["bytes_per_s"] < SLOW_LINK * usual for link in links)
+    if not num_slow:
+        found = f"{format_bytes(usual)}/s from host to host (median); slowest: {shown[0]}"
+        return [Finding("links", PASS, found, measured=measured)]
+    slowest = "; then ".join(shown[: min(num_slow, 4)])
+    found = f"the slowest link is {slowest}; the median is {format_bytes(usual)}/s"
+    advice = "check the network card, cable and switch port that they share (ethtool: speed, errors), or leave it out"
+    return [Finding("links", WARN, found, advice, measured)]
 
 
 CHECKS = (

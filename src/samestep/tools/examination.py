@@ -156,11 +156,10 @@ def examine(
         for check in checks:
             if rank == 0 and not json:
                 show_activity(f"  ...   {check.name}")
-            limit_s = check.limit_s + GRACE_S
-            if not _look(context, check):
-                has_hung = True
-                limit_s = GRACE_S
+            hangs = not _look(context, check)
+            has_hung = has_hung or hangs
             if rank == 0:
+                limit_s = GRACE_S if hangs else check.limit_s + GRACE_S
                 found = judge_answers(check, participants, exchange.collect(f"check/{check.name}", limit_s))
                 findings += found
                 if not json:

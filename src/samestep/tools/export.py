@@ -45,7 +45,7 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, is_js
         name = wanted or _choose(objects)
         if name not in objects:
             raise Error(
-                f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object",
+                f"the snapshot has no {name}: it has {', '.join(objects)}; name one of them by --object",
                 code="SS705",
             )
         outlines, others = _find_tensors(name, objects[name], objects)
@@ -98,7 +98,7 @@ def _choose(objects: Mapping[str, Any]) -> str:
     models = [name for name, state in objects.items() if isinstance(state, dict) and hasattr(state, "_metadata")]
     models = [name for name in models if not _is_average(objects[name])] or models
     if len(models) != 1:
-        raise Error(f"the snapshot holds {', '.join(objects)}: name the model by --object", code="SS705")
+        raise Error(f"the snapshot has {', '.join(objects)}: name the model by --object", code="SS705")
     return models[0]
 
 
@@ -125,6 +125,6 @@ def _find_tensors(name: str, state: Any, objects: Mapping[str, Any]) -> tuple[di
     tensors = {str(key): value for key, value in entries if isinstance(value, torch.Tensor)}
     if not tensors:
         raise Error(
-            f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}", code="SS705"
+            f"{name} has no tensors by name: it is not a model; the snapshot has {', '.join(objects)}", code="SS705"
         )
     return tensors, [str(key) for key, _ in entries if str(key) not in tensors]

@@ -48,12 +48,12 @@ POSITION = ("step", "epoch")  # entries of a row that are not metrics
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, header and rows
 
 
-def parse_which(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
-    """Return the step of a snapshot as a number, and its name, such as "latest", as it is. A callback of an option."""
+def parse_which(text: str) -> int | str:
+    """Return the step of a snapshot as a number, and its name, such as "latest", as it is."""
     return int(text) if text.isdecimal() else text
 
 
-WHICH: dict[str, Any] = {"metavar": "STEP|NAME", "callback": parse_which}  # settings of an option that names a snapshot
+WHICH: dict[str, Any] = {"metavar": "STEP|NAME", "type": parse_which}  # settings of an option that names a snapshot
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def run_runs(directory: str, is_json: bool) -> int:
     """
     found = find_runs(Path(directory))
     if not found:
-        raise Error(f"there are no runs in {directory}: name a directory that holds run directories", code="SS415")
+        raise Error(f"there are no runs in {directory}: name a directory of run directories", code="SS415")
     runs = []
     for run in found:
         try:

@@ -28,7 +28,7 @@ the input, or if the end of the run could not be saved.
 """
 NODE_HELP = """\
 Starts the script on several ranks of this machine, as `samestep launch` does. torchrun, srun or another engine starts
-one such command per machine, and gives it the place of the machine among the others:
+one such command per machine, and gives it the number of the machine:
 
   torchrun --nnodes 2 --node-rank R --nproc-per-node 1 --master-addr HOST -m samestep.node --nproc-per-node 4 train.py
   srun --nodes 2 --ntasks-per-node 1 samestep node --nproc-per-node 4 train.py

@@ -14,6 +14,7 @@ from samestep.snapshot.run_record import read_run
 from samestep.watch.beats import Beat
 from samestep.watch.records import (
     HEALS,
+    RECORD,
     STALE_S,
     STATUS,
     RankStates,
@@ -27,7 +28,7 @@ from samestep.watch.records import (
 POLL_S = 1.0
 CLEAR = "\x1b[H\x1b[J"  # of a terminal
 OLD_S = 0.5  # age of a heartbeat that is shown
-HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
+HEADER = ("rank", "host", "step", "phase", "in it for", "compute", "samples/s", "where")
 
 DESCRIPTION = f"""\
 Shows the live state of every rank of a running job, until the run ends; if the output is not a terminal, prints it
@@ -39,13 +40,13 @@ table has one row per rank:
   phase         starting, loading (data), forward, backward, reducing (summing gradients over the ranks, including the
                 wait for them), updating, saving, validating, script (code between two steps), left or ended
   in it for     time in this phase or micro-batch, in seconds; in minutes if 10 minutes or longer
-  compute/step  milliseconds of forward and backward per step, without waits for data or other ranks
+  compute       milliseconds of forward and backward per micro-batch, without waits for data or other ranks
   samples/s     samples per second of this rank, over all phases
   where         after {POLL_S:g} s in one phase: the collective in which the rank waits, or the line of the script;
                 1.4 s ago: the row is from a heartbeat of that age, so that the rank is further by now;
                 silent: no heartbeat arrives
 
-compute/step and samples/s are averages since the last start.
+compute and samples/s are averages since the last start.
 """
 
 
@@ -66,7 +67,7 @@ def run_watch(run_dir: Path, is_json: bool) -> int:
     if record is None or not is_running or time.time() - record.time_s > STALE_S:
         print(escape(describe_end(run_dir)))
     else:
-        print_table(_name_table(run_dir, record), *format_rows(record))
+        _print_ranks(run_dir, record)
     return 0
 
 
@@ -75,7 +76,7 @@ def _follow(run_dir: Path) -> int:
     while (record := read_ranks(run_dir)) or not has_ended(run_dir):
         if record:
             print(CLEAR, end="")
-            print_table(_name_table(run_dir, record), *format_rows(record))
+            _print_ranks(run_dir, record)
             if has_ended(run_dir):
                 break
         time.sleep(POLL_S)
@@ -92,28 +93,23 @@ def describe_end(run_dir: Path) -> str:
     return f"{run_dir}: {how}" + (f": {status['reason']}" if status.get("reason") else "")
 
 
-def compute_rates(rank: Beat, micro_batch_size: int) -> tuple[float | None, float | None]:
-    """Compute the speed of a rank since the last start of the run.
-
-    Returns:
-        Seconds of computation per step, without waits for other ranks, and samples per second; None if unknown.
-    """
+def _format_speed(rank: Beat, micro_batch_size: int) -> tuple[str, str]:
+    """Return the columns "compute" and "samples/s"; "" if they are not known yet."""
+    num = rank.num_micro_batches
     compute_s = rank.spent_s.get("forward", 0.0) + rank.spent_s.get("backward", 0.0)
     total_s = sum(rank.spent_s.values()) - rank.spent_s.get("starting", 0.0)
-    return (
-        compute_s / rank.num_steps if rank.num_steps > 0 else None,
-        rank.num_micro_batches * micro_batch_size / total_s if total_s > 0 else None,
-    )
+    if not num or total_s <= 0:
+        return "", ""
+    return f"{1000 * compute_s / num:.1f} ms", f"{num * micro_batch_size / total_s:,.0f}"
 
 
-def format_rows(record: RankStates) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Return the header and a row per rank, without the last column if it is empty."""
-    rows = []
-    for rank in record.ranks:
-        compute_s, samples_per_s = compute_rates(rank, record.micro_batch_size)
+def format_rows(ranks: Sequence[Beat], micro_batch_size: int) -> list[Sequence[str]]:
+    """Return a row of `HEADER` per rank."""
+    rows: list[Sequence[str]] = []
+    for rank in ranks:
         notes = ["silent"] if rank.is_silent else []
         if not rank.is_silent and rank.for_s > POLL_S:
-            notes.append(f"waits in {rank.waits_in}" if rank.waits_in else rank.place)
+            notes.append(f"waits in {rank.waits_in}" if rank.waits_in else rank.line)
         if not rank.is_silent and rank.age_s > OLD_S:
             notes.append(f"{rank.age_s:.1f} s ago")
         rows.append(
@@ -123,19 +119,18 @@ def format_rows(record: RankStates) -> tuple[Sequence[str], Sequence[Sequence[st
                 str(rank.step),
                 rank.phase,
                 format_time(round(rank.for_s + (rank.age_s if rank.is_silent else 0.0))),
-                "" if compute_s is None else f"{1000 * compute_s:.1f} ms",
-                "" if samples_per_s is None else f"{samples_per_s:,.0f}",
+                *_format_speed(rank, micro_batch_size),
                 ", ".join(filter(None, notes)),
             )
         )
-    is_wide = any(row[-1] for row in rows)
-    return (HEADER, rows) if is_wide else (HEADER[:-1], [row[:-1] for row in rows])
+    return rows
 
 
-def _name_table(run_dir: Path, record: RankStates) -> str:
-    age_s = time.time() - record.time_s
+def _print_ranks(run_dir: Path, states: RankStates) -> None:
+    age_s = time.time() - states.time_s
     heals = read_rows(run_dir / HEALS)
-    healed = f", {format_count(len(heals), 'heal')}, the last in step {heals[-1]['step']}" if heals else ""
-    return f"{format_count(len(record.ranks), 'rank')}{healed}" + (
-        f", {format_time(round(age_s))} ago" if age_s > 2 * POLL_S else ""
-    )
+    title = format_count(len(states.ranks), "rank")
+    title += f", {format_count(len(heals), 'heal')}, the last in step {heals[-1]['step']}" if heals else ""
+    title += f", {format_time(round(age_s))} ago" if age_s > 2 * POLL_S else ""
+    numbers = read_or_empty(run_dir / RECORD).get("numbers", {})
+    print_table(title, HEADER, format_rows(states.ranks, numbers.get("micro_batch_size", 1)))

@@ -114,6 +114,11 @@ class RunData:
     metrics: Mapping[str, Points]
     audit: str
 
+    @property
+    def measured(self) -> Mapping[str, Any]:
+        """The measurements from the last start on; {} if there are none yet."""
+        return self.status.get("measured") or {}
+
 
 def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunData:
     """Read the data of a run, which may be running. Files that are damaged or missing count as empty."""
@@ -175,8 +180,8 @@ def build_page(runs: Sequence[RunData]) -> str:
         about=f"samestep {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         summary=_build_summary(runs),
         charts=charts,
-        times={run.name: _share_time(run) for run in runs},
-        restarts={run.name: _build_restarts(run) for run in runs},
+        times={run.name: run.measured.get("time_share", {}) for run in runs},
+        histories={run.name: [*list_history(run.record, run.restarts, run.heals)] for run in runs},
         configuration=_build_configuration(runs),
         data={"charts": charts, "marks": _find_marks(runs)},
     )
@@ -189,7 +194,6 @@ def _escape_text(value: Any) -> Any:
 def _build_summary(runs: Sequence[RunData]) -> ByRun:
     rows: dict[str, list[str]] = {}
     for number, run in enumerate(runs):
-        measured = run.status.get("measured") or {}
         state = "live: the run is being written" if run.is_live else run.status.get("status", "not begun")
         reason = run.status.get("reason")
         facts = {
@@ -199,7 +203,7 @@ def _build_summary(runs: Sequence[RunData]) -> ByRun:
             "digest": run.digest,
             "restarts": str(len(run.restarts)),
             "heals": str(len(run.heals) or ""),
-            "samples/s": f"{measured['samples_per_s']:,.0f}" if "samples_per_s" in measured else "",
+            "samples/s": f"{run.measured['samples_per_s']:,.0f}" if "samples_per_s" in run.measured else "",
             "samples": run.audit,
         }
         for name, points in run.metrics.items():
@@ -209,18 +213,6 @@ def _build_summary(runs: Sequence[RunData]) -> ByRun:
         for name, value in facts.items():
             rows.setdefault(name, [""] * len(runs))[number] = value
     return [(name, cells, False) for name, cells in rows.items() if any(cells)]
-
-
-def _share_time(run: RunData) -> dict[str, float]:
-    """Return the percentage of each phase in the time of all ranks, except the smallest."""
-    shares = (run.status.get("measured") or {}).get("time_share") or {}
-    return {name: 100 * share for name, share in shares.items() if share >= 0.0005}
-
-
-def _build_restarts(run: RunData) -> list[tuple[Sequence[str], Sequence[Sequence[str]]]]:
-    """Return header and rows of the tables of restarts, heals and changes that are not empty."""
-    history = list_history(run.record, run.restarts, run.heals)
-    return [(header, rows) for _, header, rows in history if rows]
 
 
 def _build_configuration(runs: Sequence[RunData]) -> ByRun:

@@ -265,23 +265,19 @@ def build_rows(fit: StepFit, measured: Mapping[int, Size]) -> list[Row]:
     alone = measured[1]
     rows = []
     for size in [*sorted(measured), *powers]:
-        fitted_s, fitted_error_s = fit.predict(size)
         found = measured.get(size)
-        step_s = found.step_s if found else fitted_s
-        error = found.error if found else fitted_error_s / fitted_s
+        step_s, step_error_s = (found.step_s, found.step_s * found.error) if found else fit.predict(size)
         speed_up = alone.step_s / step_s
-        speed_up_error = speed_up * math.hypot(error, alone.error) if size > 1 else 0.0
+        speed_up_error = speed_up * math.hypot(step_error_s / step_s, alone.error) if size > 1 else 0.0
         row = {
             "world_size": size,
             "is_measured": found is not None,
             "step_s": step_s,
-            "step_error_s": step_s * error,
-            "fitted_step_s": fitted_s,
+            "step_error_s": step_error_s,
             "samples_per_s": alone.batch_size / step_s,
             "speed_up": speed_up,
             "speed_up_error": speed_up_error,
             "efficiency": speed_up / size,
-            "efficiency_error": speed_up_error / size,
         }
         rows.append(row)
     return rows
@@ -300,18 +296,16 @@ def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[
 
 def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_steps: int) -> None:
     """Print the tables and sentences. `num_steps`: of the run whose time to finish they have; 0: none."""
-    header = ["ranks", "samples/s", "ms per step", "fitted", "speed-up", "efficiency"]
+    header = ["ranks", "", "samples/s", "ms per step", "speed-up", "efficiency"]
     cells = []
     for row in rows:
-        error = f" +- {1e3 * row['step_error_s']:,.1f}"
-        fitted = f"{1e3 * row['fitted_step_s']:,.1f}"
         cell = [
             str(row["world_size"]),
+            "measured" if row["is_measured"] else "fitted",
             f"{row['samples_per_s']:,.0f}",
-            f"{1e3 * row['step_s']:,.1f}{error}" if row["is_measured"] else "",
-            fitted if row["is_measured"] else f"{fitted}{error}",
+            f"{1e3 * row['step_s']:,.1f} +- {1e3 * row['step_error_s']:,.1f}",
             f"{row['speed_up']:.2f} +- {row['speed_up_error']:.2f}",
-            f"{row['efficiency']:.0%} +- {row['efficiency_error']:.0%}",
+            f"{row['efficiency']:.0%}",
         ]
         if num_steps:
             cell.append(f"{format_time(row['finish_s'])} +- {format_time(row['finish_error_s'])}")

@@ -20,7 +20,7 @@ from samestep.processes import Held, hold
 from samestep.train.context import RunContext
 from samestep.watch.beats import PhaseClock
 from samestep.watch.diagnosis import Limits, RankFacts, build_limits
-from samestep.watch.heartbeat import Files, Heartbeat
+from samestep.watch.heartbeat import Heartbeat
 from samestep.world.environment import read_host
 
 EXIT_CODE = 1
@@ -39,7 +39,6 @@ class Watchdog(PhaseClock, Held):
         self._context = context
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
-        self._began_step: int | None = None  # the first step of this start
 
     def leave(self) -> None:
         """The script has left the loop. Other ranks may wait for this one."""
@@ -87,19 +86,17 @@ class Watchdog(PhaseClock, Held):
             can_heal=group.can_heal,
             is_lost=group.is_lost,
         )
-        if self._began_step is None:
-            self._began_step = self._context.state.steps_done
-        files = Files(context.location.path, self._may_write, context.config.micro_batch_size, self._began_step)
-        self._heartbeat = Heartbeat(self, facts, files, group.open_lasting_entries())
+        self._heartbeat = Heartbeat(self, facts, self._find_dir, group.open_lasting_entries())
 
-    def _may_write(self) -> bool:
-        """Return whether the directory still belongs to this run: another run may have taken it over."""
-        directory = self._context.location.directory
-        if self._context.rank == 0 and directory is not None:
-            with suppress(Error, OSError):
-                directory.check()
-                return True
-        return self._context.rank != 0
+    def _find_dir(self) -> Path | None:
+        """Return the run's directory; None if another run has taken it over."""
+        location = self._context.location
+        if self._context.rank == 0 and location.directory is not None:
+            try:
+                location.directory.check()
+            except (Error, OSError):
+                return None
+        return location.path
 
     def close(self) -> None:
         """End the loop."""

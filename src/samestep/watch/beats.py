@@ -28,7 +28,7 @@ PHASES = {
     "validating": "been validating",
     "script": "been in the script's own code between two steps",
     "left": "been outside the loop",
-    "ended": "ended its part",
+    "ended": "ended",
 }
 NEW_GROUP = "the new group"  # after a death, ranks wait in it for all others
 WARM_UP = 2  # the first phases of each kind: they compile, open files, start workers
@@ -50,13 +50,13 @@ class ThreadState(Struct, frozen=True, kw_only=True):
 
     Attributes:
         waits_in: the current exchange with other ranks, such as "the reduction" or "all_reduce"; "" if there is none.
-        place: the innermost line of the user's code, such as "train.py:31 in load".
+        line: the innermost line of the user's code, such as "train.py:31 in load".
         is_compiling: torch.compile is active.
         cpu_s: CPU time since the thread's start.
     """
 
     waits_in: str = ""
-    place: str = ""
+    line: str = ""
     is_compiling: bool = False
     cpu_s: Number = 0.0
 
@@ -64,7 +64,7 @@ class ThreadState(Struct, frozen=True, kw_only=True):
 class Beat(ThreadState, frozen=True, kw_only=True):
     """The state of a rank. The rank publishes it; the leader adds the last three attributes.
 
-    Ranks exchange it, and `ranks.json` holds it, as JSON.
+    Ranks exchange it, and `ranks.json` has it, as JSON.
 
     Attributes:
         number: sequence number.
@@ -74,7 +74,7 @@ class Beat(ThreadState, frozen=True, kw_only=True):
         num_seen, longest_s: how often this phase has ended, and its longest duration after WARM_UP.
         is_busy: it uses the CPU.
         spent_s: phase -> total seconds since the start.
-        num_steps, num_micro_batches: of this start, so far.
+        num_micro_batches: of this start, so far.
         age_s: seconds since this arrived.
         is_silent: the next beat is overdue.
         process: state of its process: "stopped", "dead", "alive", or "" on another host.
@@ -92,7 +92,6 @@ class Beat(ThreadState, frozen=True, kw_only=True):
     longest_s: Number = 0.0
     is_busy: bool = False
     spent_s: dict[str, Number] = {}
-    num_steps: Count = 0
     num_micro_batches: Count = 0
     age_s: Number = 0.0
     is_silent: bool = False
@@ -223,7 +222,7 @@ def read_thread_state(ident: int, native_id: int) -> ThreadState:
         waits_in = "the reduction"
     return ThreadState(
         waits_in=waits_in,
-        place=_find_place(stack),
+        line=_find_line(stack),
         is_compiling=any(frame.file.startswith(COMPILERS) for frame in stack) and not waits_in,
         cpu_s=_read_cpu_s(native_id),
     )
@@ -243,20 +242,23 @@ def _find_exchange(stack: list[Frame]) -> str:
             return "the reduction" if any(each.file.startswith(REDUCTION) for each in stack) else "the exchange"
         if name:
             return name
-        if frame.file.startswith(STDLIB) and not any(part in frame.file for part in INSTALLED):
+        if frame.file.startswith(STDLIB) and not _is_installed(frame):
             continue
         if not frame.file.startswith(TORCH):
             return ""
     return ""
 
 
-def _find_place(stack: list[Frame]) -> str:
+def _find_line(stack: list[Frame]) -> str:
     """Return the innermost line of the user's code; "" if there is none."""
     for frame in stack:
-        is_own = frame.file.startswith((OWN, TORCH, STDLIB, "<")) or any(part in frame.file for part in INSTALLED)
-        if not is_own:
+        if not (frame.file.startswith((OWN, TORCH, STDLIB, "<")) or _is_installed(frame)):
             return f"{os.path.basename(frame.file)}:{frame.line} in {frame.function}".removesuffix(" in <module>")
     return ""
+
+
+def _is_installed(frame: Frame) -> bool:
+    return any(directory in frame.file for directory in INSTALLED)
 
 
 def _read_cpu_s(native_id: int) -> float:

@@ -97,44 +97,32 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
         return None
     still_s = min([awake_s, *[rank.still_s for rank in ranks]])
     silent = [rank for rank in ranks if rank.is_silent]
-    responding = [rank for rank in ranks if not rank.is_silent]
-    waiting = [rank for rank in responding if rank.waits_in]
-    others = [rank for rank in responding if not rank.waits_in]
-    is_known = True
-    is_busy = False
+    waiting = [rank for rank in ranks if rank.waits_in and not rank.is_silent]
+    others = [rank for rank in ranks if not rank.waits_in and not rank.is_silent]
+    blocking = silent or others or ended
     if silent:
         limit_s = max([limits.floor_s, *[limits.of(rank) for rank in silent if rank.process == "alive"]])
-        blocking = silent
         sentence = _describe_silent(silent, still_s)
     elif others:
         limit_s = max([limits.of(rank) for rank in others])
-        blocking = others
         sentence = _describe_others(others, still_s)
-        is_known = limit_s != limits.first_s
-        is_busy = any(rank.is_busy for rank in others)
     elif ended:
         limit_s = limits.floor_s
-        blocking = ended
         sentence = f"{_name(ended)} left the run at step {max(rank.step for rank in ended)}"
     else:
-        blocking = []
         groups = _group(waiting, lambda beat: f"in {_describe_exchange(beat)} at step {beat.step}")
-        sentence = _describe_waiting(groups, still_s)
+        limit_s = 2 * limits.floor_s if len(groups) > 1 else max([limits.of(rank) for rank in waiting])
         if any(rank.waits_in == NEW_GROUP for rank in waiting):  # for the launcher, which has a limit of its own
             limit_s = FIRST_S
-        elif len(groups) > 1:
-            limit_s = 2 * limits.floor_s
-        else:
-            limit_s = max([limits.of(rank) for rank in waiting])
-            is_known = limit_s != limits.first_s
+        sentence = _describe_waiting(groups, still_s)
     if still_s < limit_s:
         return None
-    if silent or others or ended:
+    if blocking and waiting:
         sentence += _describe_wait(waiting, len(blocking))
     stop_s = limits.stop_s
     if stop_s is None:
-        stop_s = max(STOP_S if is_known else UNKNOWN_STOP_S, 2 * limit_s)
-        if is_busy:  # it computes, and is not stuck
+        stop_s = max(UNKNOWN_STOP_S if limit_s == limits.first_s else STOP_S, 2 * limit_s)
+        if not silent and any(rank.is_busy for rank in others):  # it computes, and is not stuck
             stop_s = float("inf")
     return Stall(tuple(rank.rank for rank in blocking), sentence, bool(silent), still_s >= stop_s)
 
@@ -162,7 +150,7 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
     def describe(beat: Beat) -> str:
         # All are described with the time of the whole run, because the times of the ranks differ.
         what = f"{PHASES[beat.phase]} for {format_time(round(still_s))} at step {beat.step}"
-        return f"{what}, {beat.place}" if beat.place else what
+        return f"{what}, {beat.line}" if beat.line else what
 
     groups = _group(others, describe).items()
     return "; ".join(f"{_name(beats)} {'has' if len(beats) == 1 else 'have'} {what}" for what, beats in groups)
@@ -191,12 +179,10 @@ def _describe_exchange(beat: Beat) -> str:
     if beat.waits_in == "the exchange":  # one that is not about gradients
         return f"an exchange while {PHASES[beat.phase].removeprefix('been ')}"
     is_ours = beat.waits_in.startswith("the ")
-    return beat.waits_in if is_ours or not beat.place else f"{beat.waits_in} ({beat.place})"
+    return beat.waits_in if is_ours or not beat.line else f"{beat.waits_in} ({beat.line})"
 
 
 def _describe_wait(waiting: Sequence[Beat], num_blocking: int) -> str:
-    if not waiting:
-        return ""
     where = Counter(_describe_exchange(beat) for beat in waiting).most_common(1)[0][0]
     who = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
     return f"; {who} for {'it' if num_blocking == 1 else 'them'} in {where}"
@@ -339,9 +325,7 @@ def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Acti
         return _report_cut_off(state, view, facts)
     stall = None if view.ranks is None else diagnose(view.ranks, facts.limits, view.awake_s)
     if view.ranks is None or stall is None:
-        if isinstance(state, (Stalled, CutOff)):
-            return Moving(), [Say("the run continues")]
-        return Moving(), []
+        return Moving(), [Say("the run continues")] if isinstance(state, (Stalled, CutOff)) else []
     actions: list[Action] = []
     said = state.stall if isinstance(state, Stalled) else None
     # A rank whose host goes down is named by what it did last, until its beats are overdue.
@@ -389,7 +373,7 @@ def _report_cut_off(state: State, view: View, facts: RankFacts) -> tuple[State, 
     limits = facts.limits
     sentence = (
         f"rank {facts.rank} (host {facts.host}) is cut off: the rendezvous store has not answered for "
-        f"{format_time(round(view.cut_off_s))}; the network, or the host or process that holds the store, is down"
+        f"{format_time(round(view.cut_off_s))}; the network, or the host or process of the store, is down"
     )
     actions: list[Action] = [] if isinstance(state, CutOff) else [Say(sentence)]
     if min(view.cut_off_s, view.own.still_s) > (limits.stop_s or max(limits.first_s, 2 * limits.floor_s)):

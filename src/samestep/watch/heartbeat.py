@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -44,18 +43,12 @@ MISSED = 4  # missing beats after which a rank counts as silent
 
 
 class BeatBuilder:
-    """Builds the beats of a rank. Observes the thread that creates it.
+    """Builds the beats of a rank. Observes the thread that creates it."""
 
-    Args:
-        system: identity of the host, see `read_host_id`.
-        began_step: the first step of this start of the run.
-    """
-
-    def __init__(self, clock: PhaseClock, facts: RankFacts, system: str, began_step: int) -> None:
+    def __init__(self, clock: PhaseClock, facts: RankFacts) -> None:
         self._clock = clock
         self._facts = facts
-        self._system = system
-        self._began_step = began_step
+        self._system = read_host_id("pid") or facts.host
         self._ident = threading.get_ident()
         self._native_id = threading.get_native_id()
         self._before: tuple[float, ThreadState] | None = None  # the previous state, and its time
@@ -95,7 +88,6 @@ class BeatBuilder:
             longest_s=self._clock.tallies[phase].longest_s,
             is_busy=is_busy,
             spent_s={name: round(spent_s, 6) for name, spent_s in self._clock.spent_s().items()},
-            num_steps=step - self._began_step,
             num_micro_batches=self._clock.tallies["loading"].num,
             **asdict(state),
         )
@@ -154,7 +146,7 @@ class BeatExchange:
             self.answered_s = time.monotonic()
 
     def finish(self) -> None:
-        """Send that this rank's part has ended."""
+        """Send that this rank has ended."""
         with suppress(RuntimeError, OSError):
             self._put(Message(replace(self._sent.beat, phase="ended", number=next(_numbers))))
 
@@ -190,23 +182,6 @@ class BeatExchange:
             self._entries.put(f"beat/{self._rank}", message)
 
 
-@dataclass(frozen=True)
-class Files:
-    """Where a rank writes.
-
-    Attributes:
-        run_dir: directory for ranks.json; None: not written.
-        may_write: returns whether the directory still belongs to this run.
-        micro_batch_size: of the run, for ranks.json.
-        began_step: the first step of this start of the run.
-    """
-
-    run_dir: Path | None = None
-    may_write: Callable[[], bool] = lambda: True
-    micro_batch_size: int = 1
-    began_step: int = 0
-
-
 class Heartbeat:
     """The background threads of one rank.
 
@@ -214,16 +189,22 @@ class Heartbeat:
     writes files. Observes the thread that creates it.
 
     Args:
+        find_dir: returns the directory for ranks.json; None if it must not be written.
         entries: None with one rank.
     """
 
-    def __init__(self, clock: PhaseClock, facts: RankFacts, files: Files, entries: SignedEntries | None) -> None:
+    def __init__(
+        self,
+        clock: PhaseClock,
+        facts: RankFacts,
+        find_dir: Callable[[], Path | None],
+        entries: SignedEntries | None,
+    ) -> None:
         self.limits = facts.limits
         self._facts = facts
         self._interval_s = facts.limits.interval_s
-        self._system = read_host_id("pid") or facts.host
-        self._builder = BeatBuilder(clock, facts, self._system, files.began_step)
-        self._files = files
+        self._builder = BeatBuilder(clock, facts)
+        self._find_dir = find_dir
         self._shown: Sequence[Beat] | None = None  # the states of all ranks, for the thread that writes them
         self._has_written = False
         first = Message(self._builder.build())
@@ -233,11 +214,17 @@ class Heartbeat:
         self._failures = set[str]()  # that were printed
         self._closed = threading.Event()
         self._is_last = True
+        works = {
+            "check": (self._check, self._finish_checking),
+            "exchange": (self._exchange.exchange, self._exchange.finish),
+            "publish": (self._publish, self._finish_publishing),
+        }
         self._threads = [
-            self._start("watch", self._check, self._finish_checking),
-            self._start("exchange", self._exchange.exchange, self._exchange.finish),
-            self._start("publish", self._publish, self._finish_publishing),
+            threading.Thread(target=self._repeat, args=(name, *work), name=f"samestep _{name}", daemon=True)
+            for name, work in works.items()
         ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self, *, is_last: bool = True) -> None:
         """End the threads, unless they are blocked. A second call does nothing.
@@ -252,58 +239,35 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(JOIN_S)
 
-    def _start(self, name: str, work: Callable[[], None], finish: Callable[[], None]) -> threading.Thread:
-        """Start a thread that works once per interval, and calls `finish` at the end."""
+    def _repeat(self, name: str, work: Callable[[], None], finish: Callable[[], None]) -> None:
+        """Work once per interval, and call `finish` at the end."""
+        while not self._closed.wait(self._interval_s):
+            self._attempt(name, work)
+        self._attempt(name, finish)
 
-        def attempt(work: Callable[[], None]) -> None:
-            try:
-                with at_work():
-                    work()
-            except Exception as error:  # the run continues whatever fails here
-                self._report_failure(name, error)
-
-        def repeat() -> None:
-            while not self._closed.wait(self._interval_s):
-                attempt(work)
-            attempt(finish)
-
-        thread = threading.Thread(target=repeat, name=f"samestep _{name}", daemon=True)
-        thread.start()
-        return thread
-
-    def _report_failure(self, name: str, error: Exception) -> None:
-        """Print an unexpected error of a thread, once."""
-        text = f"the heartbeat's thread {name!r} has failed: {type(error).__name__}: {error}"
-        if text not in self._failures:
-            self._failures.add(text)
-            self._facts.say(text)
+    def _attempt(self, name: str, work: Callable[[], None]) -> None:
+        """Call a function. Print an unexpected error, once: the run continues whatever fails here."""
+        try:
+            with at_work():
+                work()
+        except Exception as error:
+            text = f"the heartbeat's thread {name!r} has failed: {type(error).__name__}: {error}"
+            if text not in self._failures:
+                self._failures.add(text)
+                self._facts.say(text)
 
     def _publish(self) -> None:
-        files = self._files
         ranks, self._shown = self._shown, None
-        if ranks is not None and files.run_dir is not None and files.may_write():
-            text = json.dumps(to_builtins(RankStates(time.time(), files.micro_batch_size, [*ranks]))).encode()
+        if ranks is not None and (run_dir := self._find_dir()) is not None:
+            text = json.dumps(to_builtins(RankStates(time.time(), [*ranks])))
             with suppress(OSError):
-                replace_file(files.run_dir / RANKS, text)
+                replace_file(run_dir / RANKS, text.encode())
                 self._has_written = True
 
     def _finish_publishing(self) -> None:
-        files = self._files
-        if self._is_last and self._has_written and files.run_dir is not None and files.may_write():
+        if self._is_last and self._has_written and (run_dir := self._find_dir()) is not None:
             with suppress(OSError):
-                (files.run_dir / RANKS).unlink()
-
-    def _collect(self, now_s: float, own: Beat) -> list[Beat] | None:
-        """Return the states of all ranks; None before the first beat of each other rank."""
-        others = self._exchange.collect(now_s)
-        if others is None:
-            return None
-        ranks = [own]
-        for beat in others:
-            is_here = (beat.host, beat.system) == (self._facts.host, self._system)
-            process = read_process_state(beat.pid) if beat.is_silent and is_here else ""
-            ranks.append(replace(beat, process=process))
-        return sorted(ranks, key=lambda beat: beat.rank)
+                (run_dir / RANKS).unlink()
 
     def _check(self) -> None:
         """Build this rank's beat, and decide what to say and do. Without any call that can block."""
@@ -312,10 +276,12 @@ class Heartbeat:
             self._awake_since_s = now_s
         self._checked_s = now_s
         own = self._builder.build()
-        ranks = self._collect(now_s, own) if self._exchange.leads(now_s) else None
-        if ranks is not None:
-            self._shown = ranks
-            ranks = [beat for beat in ranks if not self._facts.is_lost(beat.rank)]
+        others = self._exchange.collect(now_s) if self._exchange.leads(now_s) else None
+        ranks: list[Beat] | None = None
+        if others is not None:
+            shown = sorted([own, *(_add_process(beat, own) for beat in others)], key=lambda beat: beat.rank)
+            ranks = [beat for beat in shown if not self._facts.is_lost(beat.rank)]
+            self._shown = shown
         cut_off_s = now_s - max(self._exchange.answered_s, self._awake_since_s)
         view = View(now_s, now_s - self._awake_since_s, cut_off_s, own, ranks, self._exchange.order)
         self._state, actions = decide(self._state, view, self._facts)
@@ -339,3 +305,9 @@ class Heartbeat:
                 facts.request_end(action.elsewhere, action.reason)
         elif isinstance(action, EndSelf):
             facts.end(action.reason, action.is_stuck)
+
+
+def _add_process(beat: Beat, own: Beat) -> Beat:
+    """Add the state of a silent rank's process, if it is in the system of this rank."""
+    is_here = (beat.host, beat.system) == (own.host, own.system)
+    return replace(beat, process=read_process_state(beat.pid)) if beat.is_silent and is_here else beat

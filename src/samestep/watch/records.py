@@ -24,7 +24,7 @@ METRICS = "metrics.jsonl"  # one line for each logged row
 TRACKERS = "trackers.json"  # the run's id and last row at each service of a tracker
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 LOGS = "logs"  # a directory: the output of each start's ranks that are not shown
-# What a copy holds besides orders and snapshots. A copy begins with `RECORD`.
+# What a copy has besides orders and snapshots. A copy begins with `RECORD`.
 SHARED = (RECORD, RESTARTS, HEALS, STATUS, TRACKERS, LEDGER, METRICS)
 
 STALE_S = 30.0  # a run without news for this long counts as dead
@@ -121,7 +121,6 @@ class RankStates(Struct, frozen=True):
     """The content of `RANKS`."""
 
     time_s: Number
-    micro_batch_size: Count
     ranks: list[Beat]
 
 
@@ -183,17 +182,17 @@ def has_ended(run_dir: Path) -> bool:
 
 
 def list_logs(run_dir: Path) -> list[Path]:
-    """Return the directories with the logs of the starts, in order. The last part of each is the number of a start."""
+    """Return the directories with the logs of the starts, in order. The name of each is the number of a start."""
     found = [path for path in (run_dir / LOGS).glob("*") if path.name.isdecimal()]
     return sorted(found, key=lambda path: int(path.name))
 
 
-def read_rows(path: Path, most_bytes: int = MAX_ROWS_BYTES) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last readable lines of `RESTARTS`, `HEALS` or `METRICS`; [] without a file. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
-            lines = file.read(most_bytes).splitlines()
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_ROWS_BYTES))
+            lines = file.read(MAX_ROWS_BYTES).splitlines()
     except FileNotFoundError:
         return []
     rows = []

@@ -1,4 +1,4 @@
-"""Checksums of tensors, which show whether all ranks hold the same model, and which rank differs.
+"""Checksums of tensors, which show whether all ranks have the same model, and which rank differs.
 
 A replica differs after a bit flip in a machine's memory, or if code changes it on one rank only. Training does not
 reveal that, because every rank adds the same gradients to its own weights. Nothing here communicates.
@@ -94,7 +94,7 @@ def explain_drift(drift: Drift, hosts: Sequence[str], step: int, equal_at: int |
         others = len(hosts) - len(drift.differing)
         what = f"{who} {have} a different model than the other {others}, which agree, after step {step}"
     else:
-        what = f"{who} do not hold the same model after step {step}, and no majority says which is right"
+        what = f"{who} do not have the same model after step {step}, and no majority says which is right"
     more = f" and {drift.num_tensors - 1} more tensors differ" if drift.num_tensors > 1 else " differs"
     since = "" if equal_at is None else f", and all were equal after step {equal_at}"
     return (

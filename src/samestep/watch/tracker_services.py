@@ -163,8 +163,8 @@ class WandB:
         log = self._log = ServiceLog(info, "wandb")
         log.begin(log.run_id or uuid.uuid4().hex[:12])
         config = {"samestep": info.describe(), **info.config}
-        ours: dict[str, Any] = {"name": log.run_name, "config": config, "id": log.run_id, "resume": "allow"}
-        ours |= {"dir": info.dir and str(info.dir)}
+        directory = info.dir and str(info.dir)
+        ours = {"name": log.run_name, "config": config, "id": log.run_id, "resume": "allow", "dir": directory}
         self._run = wandb.init(**{**ours, **self.init})
         log.begin(self._run.id)  # of an `id` among the arguments, or of a sweep
         self._run.define_metric("step")
@@ -218,16 +218,18 @@ class MLflow:
 
     def start(self, info: TrackerInfo) -> None:
         with needing("MLflow is missing", "'samestep[mlflow]'"):
+            from mlflow.entities import Param, RunTag
             from mlflow.tracking import MlflowClient
         # A client, not mlflow.start_run: the active run belongs to the script, and to one thread.
         self._client = MlflowClient(tracking_uri=self.tracking_uri)
         log = self._log = ServiceLog(info, "mlflow")
         if not log.run_id or not self._reopen(log.run_id):
             self._create()
-        params = self._client.get_run(log.run_id).data.params
+        known = self._client.get_run(log.run_id).data.params  # MLflow refuses other values of these
         config = {_clean(name): str(value)[:_MAX_LENGTH] for name, value in info.config.items()}
-        new = {name: value for name, value in config.items() if name not in params}  # MLflow refuses other values
-        self._log_batch(params=new, tags={f"samestep.{name}": str(value) for name, value in info.describe().items()})
+        params = [Param(name, value) for name, value in config.items() if name not in known]
+        tags = [RunTag(f"samestep.{name}", str(value)) for name, value in info.describe().items()]
+        self._client.log_batch(log.run_id, params=params, tags=tags)
 
     def _reopen(self, run_id: str) -> bool:
         """Continue a run after its last row. Return False if the server does not have this run."""
@@ -252,27 +254,15 @@ class MLflow:
         self._log.begin(run.info.run_id)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        numbers = {_clean(name): number for name, value in values.items() if (number := to_number(value)) is not None}
-        texts = {name: str(v) for name, v in values.items() if to_number(v) is None and not is_histogram(v)}
-        self._log_batch(self._log.drop_known(numbers, step), step, tags=texts)
-
-    def _log_batch(
-        self,
-        numbers: Mapping[str, float] | None = None,
-        step: int = 0,
-        *,
-        params: Mapping[str, str] | None = None,
-        tags: Mapping[str, str] | None = None,
-    ) -> None:
-        from mlflow.entities import Metric, Param, RunTag
+        from mlflow.entities import Metric, RunTag
 
         now_ms = int(time.time() * 1000)
-        self._client.log_batch(
-            self._log.run_id,
-            metrics=[Metric(name, float(value), now_ms, step) for name, value in (numbers or {}).items()],
-            params=[Param(name, value) for name, value in (params or {}).items()],
-            tags=[RunTag(_clean(name), value) for name, value in (tags or {}).items()],
-        )
+        numbers = {_clean(name): number for name, value in values.items() if (number := to_number(value)) is not None}
+        new = self._log.drop_known(numbers, step)
+        metrics = [Metric(name, float(value), now_ms, step) for name, value in new.items()]
+        texts = {name: v for name, v in values.items() if to_number(v) is None and not is_histogram(v)}
+        tags = [RunTag(_clean(name), str(value)) for name, value in texts.items()]
+        self._client.log_batch(self._log.run_id, metrics=metrics, tags=tags)
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._log.run_id, _STATUS[status])

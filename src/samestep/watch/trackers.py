@@ -200,7 +200,7 @@ class _Delivery:
         self.failure = ""
         self.is_reported = False
         self._tracker = tracker
-        self._rows: SimpleQueue[tuple[Mapping[str, Any], int, int] | str] = SimpleQueue()  # values, step, bytes; status
+        self._calls: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()  # and the bytes of their rows
         self._put_bytes = self._taken_bytes = 0  # each is counted by one thread
         self._num_calls = 0
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {name}", daemon=True)
@@ -213,11 +213,12 @@ class _Delivery:
             self.failure = f"it is slow, and rows of {MAX_BYTES >> 20} MB wait for it"
             return
         self._put_bytes += num_bytes
-        self._rows.put((values, step, num_bytes))
+        self._calls.put((partial(self._tracker.log, values, step), num_bytes))
 
     def close(self, status: str) -> None:
-        """Let the thread deliver what is left, and finish the tracker."""
-        self._rows.put(status)
+        """Let the thread deliver what is left, finish the tracker, and end."""
+        self._calls.put((partial(self._tracker.finish, status), 0))
+        self._calls.put(None)
 
     def join(self) -> None:
         """Wait for the thread, as long as its calls return."""
@@ -229,19 +230,14 @@ class _Delivery:
             self.failure = f"it did not return within {PATIENCE_S:.0f} s at the end"
 
     def _deliver(self) -> None:
-        while not isinstance(row := self._rows.get(), str):
-            values, step, num_bytes = row
-            self._try(partial(self._tracker.log, values, step))
+        while (each := self._calls.get()) is not None:
+            call, num_bytes = each
+            try:
+                call()
+            except Exception as error:  # no failure of a tracker ends the run
+                self.failure = _describe(error)
+            self._num_calls += 1
             self._taken_bytes += num_bytes
-        self._try(partial(self._tracker.finish, row))
-
-    def _try(self, call: Callable[[], None]) -> None:
-        """Call a method of the tracker. No failure of a tracker ends the run."""
-        try:
-            call()
-        except Exception as error:
-            self.failure = _describe(error)
-        self._num_calls += 1
 
 
 def _describe(error: Exception) -> str:

@@ -199,7 +199,7 @@ def _name(name: str) -> str:
 
 # --- causes -----------------------------------------------------------------------------------------------------------
 
-DRIFTED = ("hold the same model", "a different model than")  # in the error of ranks whose models differ
+DRIFTED = ("have the same model", "a different model than")  # in the error of ranks whose models differ
 DRIFT = "a rank changes the model by its own values (its rank, its micro-batches): updates may use the gradient only"
 CARRIED = (
     "the script keeps state from one micro-batch to the next (an attribute, a global variable, its own generator), of "
