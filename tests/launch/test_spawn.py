@@ -37,22 +37,6 @@ def children() -> list[psutil.Process]:
     return [rank for server in find_servers() for rank in server.children(recursive=True)]
 
 
-def test_the_first_failing_ranks_own_error_is_raised() -> None:
-    def fail() -> None:
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 1:
-            raise KeyError("a column")
-        dist.barrier()
-
-    with pytest.raises(KeyError, match="a column") as caught:
-        samestep.spawn(fail, 3)
-    [note] = caught.value.__notes__
-    assert note.startswith("rank 1 raised this:\nTraceback (most recent call last):\n")
-    assert "in fail" in note
-    assert "run_rank" not in note
-    assert children() == []
-
-
 @pytest.mark.parametrize(
     ("end", "said"),
     [

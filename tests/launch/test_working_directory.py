@@ -20,6 +20,7 @@ RUN_AS_RANK = (
         Target("script", "train.py").to_full_command(2),
         Target("module", "train").to_full_command(2),
         Target("recipe", "samestep.recipes.digits").to_full_command(2),
+        Target("recipe", "json.tool", ["--help"]).to_plain_command(),
         [*COMMAND, "launch"],
         [sys.executable, "-P", "-c", RUN_AS_RANK],
         ["samestep"],
@@ -35,14 +36,3 @@ def test_a_command_imports_nothing_from_the_working_directory(tmp_path: Path, co
         command = [*command[: command.index("samestep") + 1], "runs", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert not (tmp_path / "planted-has-run").exists(), done.stderr
-
-
-def test_a_recipe_without_a_launcher_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
-    """What the user names by -m is found in the working directory, as with python -m."""
-    (tmp_path / "json.py").write_text(PLANTED)
-    python, *words = Target("recipe", "json.tool", ["--help"]).to_plain_command()
-    subprocess.run([python, *words], cwd=tmp_path, capture_output=True, check=True)
-    assert not (tmp_path / "planted-has-run").exists()
-    python, *words = Target("module", "json").to_plain_command()
-    subprocess.run([python, *words], cwd=tmp_path, capture_output=True, check=True)
-    assert (tmp_path / "planted-has-run").exists()

@@ -3,7 +3,6 @@ Also unusual ends: forked processes, ranks that leave early, runs without a refe
 """
 
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -32,7 +30,6 @@ from samestep.world import group
 Undisturbed = Callable[..., Outcome]
 
 HELD = "hold rank 0 at step 7 in forward"
-CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
 
 def assert_goes_on(trial: Trial, undisturbed: Undisturbed, then: Started, step: int) -> None:
@@ -40,28 +37,6 @@ def assert_goes_on(trial: Trial, undisturbed: Undisturbed, then: Started, step: 
     assert resume_is_from(then.output) == step
     assert trial.num_ends == 1
     assert trial.outcome() == undisturbed()
-
-
-# --- the launcher -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1])
-def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
-    """In the middle of an epoch, with DataLoader workers."""
-    arguments = ["--num-workers", "1"]
-    launch = trial.start("launch", 2, HELD, arguments=arguments)
-    trial.wait_held()
-    trial.tell(launch, signum)
-    trial.go_on()
-    assert launch.wait() == CODES[signum]
-    status = json.loads((trial.dir / "status.json").read_text())
-    assert (status["status"], status["reason"]) == ("stopped", f"stopped by {signum.name}")
-    assert f"stopped by a signal after step 8, saved in {trial.dir}" in launch.output
-    assert "Traceback" not in launch.output
-    assert launch.err.read_text() == ""
-    assert trial.snapshots[-1] == "step-00000008"
-    assert trial.num_ends == 0, "code after the loop does not run after a preemption"
-    assert_goes_on(trial, undisturbed, trial.run("launch", 2, HELD, arguments=arguments), step=8)
 
 
 # --- other ways to start it -------------------------------------------------------------------------------------------
@@ -295,42 +270,3 @@ def run_cells(tmp_path: Path) -> None:
 def test_an_interrupted_cell_leaves_nothing_open(tmp_path: Path) -> None:
     """A later run closes what it has left: threads, workers, files, the lock and the handlers of signals."""
     run_plainly(run_cells, tmp_path)
-
-
-# --- loops that the script leaves -------------------------------------------------------------------------------------
-
-
-def leave(tiny: Tiny, how: str) -> None:
-    steps = tiny.run.steps(Pairs(), 8)
-    for tiny.step in steps:
-        if how == "error" and tiny.step.number == 3:
-            raise ValueError("planted")
-        tiny.take([tiny.step])
-        if how != "error" and tiny.step.number == 3:
-            break
-    if how == "held":
-        held.append(steps)  # its generator is open until the process ends
-
-
-held: list[Any] = []
-
-
-@pytest.mark.parametrize("how", ["break", "held", "error"])
-def test_the_status_of_a_loop_that_was_left(tmp_path: Path, how: str) -> None:
-    """It says so at once, or at the end of the process if Python has not closed the loop before."""
-    path = tmp_path / "x" / "status.json"
-
-    def train() -> None:
-        tiny = Tiny(tmp_path / "x")
-        with suppress(ValueError):
-            leave(tiny, how)
-        if how != "held" and tiny.run.rank == 0:
-            assert json.loads(path.read_text())["status"] == "failed"
-
-    left = "the loop was left by break"
-    with pytest.raises(samestep.Error, match=left):
-        samestep.spawn(train, 2)
-    status = json.loads(path.read_text())
-    assert status["status"] == "failed"
-    assert status["reason"].startswith(left)
-    assert "at run.steps_done=3, so that" in status["reason"]
