@@ -21,12 +21,12 @@ FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck
 
 
 class Weighted(Dataset[tuple[int, Tensor, Tensor, Tensor]]):
-    """Samples with their index; some stand for many units, and some for none."""
+    """Samples with their index, of float64. Some stand for many units, and some for none."""
 
     def __init__(self, num_samples: int) -> None:
         generator = torch.Generator().manual_seed(num_samples)
-        self.x = 3 * torch.randn(num_samples, 5, generator=generator)
-        self.y = torch.randn(num_samples, 2, generator=generator) + 1
+        self.x = 3 * torch.randn(num_samples, 5, generator=generator, dtype=torch.float64)
+        self.y = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64) + 1
         self.units = torch.randint(-2, 9, (num_samples,), generator=generator).clamp(min=0)
 
     def __len__(self) -> int:
@@ -42,13 +42,13 @@ def compute_mean(model: nn.Module, x: Tensor, y: Tensor, units: Tensor) -> Tenso
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).norm() / wanted.norm())
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_size: int, by_units: bool) -> list[Row]:
-    """Per step: its errors against a float64 reference of the whole batch, and the reference's own metrics."""
+    """Per step: its errors against a reference of the whole batch, and the reference's own metrics."""
     run = samestep.Run(run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, log_every=1)
-    model = nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 2))
+    model = nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 2)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
     run.prepare(model=model, optimizer=optimizer)
     rows: list[Row] = []
@@ -70,11 +70,11 @@ def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_si
                 assert step.loss.isnan()
                 rows.append({})
                 continue
-            whole = copy.deepcopy(model).double()
-            loss = compute_mean(whole, data.x[indices].double(), data.y[indices].double(), units)
+            whole = copy.deepcopy(model)
+            loss = compute_mean(whole, data.x[indices], data.y[indices], units)
             wanted = torch.autograd.grad(loss, list(whole.parameters()))
             errors = [relative(p.grad, w) for p, w in zip(model.parameters(), wanted, strict=True)]
-            first = float((units * data.x[indices, 0].double()).sum() / units.sum())
+            first = float((units * data.x[indices, 0]).sum() / units.sum())
             rows.append({"gradient": max(errors), "loss": (float(step.loss), loss.item()), "first": first})
             optimizer.step()
         assert sorted(used) == list(range(len(data))), "each epoch uses each sample once"
@@ -109,14 +109,14 @@ def assert_right(rows: list[Row], run_dir: Path) -> None:
             assert logged["train/skipped_steps"] > 0
             continue
         found, wanted = row["loss"]
-        assert row["gradient"] < 1e-5
-        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)  # small losses are differences of numbers around 1
-        assert logged["train/loss"] == pytest.approx(wanted, rel=1e-6, abs=1e-6)
-        assert logged["train/first"] == pytest.approx(row["first"], rel=1e-5, abs=1e-6)
+        assert row["gradient"] < 1e-12
+        assert found == pytest.approx(wanted, rel=1e-6)  # a tensor of float32
+        assert logged["train/loss"] == pytest.approx(wanted, rel=1e-12)
+        assert logged["train/first"] == pytest.approx(row["first"], rel=1e-12, abs=1e-12)
 
 
 def evaluate_means(data: Weighted, micro_batch_size: int) -> dict[str, Any]:
-    tiny = Tiny(model=lambda: nn.Linear(5, 2), batch_size=24)
+    tiny = Tiny(model=lambda: nn.Linear(5, 2).double(), batch_size=24)
     run, model = tiny.run, tiny.model
 
     def score(batch: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def evaluate_means(data: Weighted, micro_batch_size: int) -> dict[str, Any]:
 
     out = run.evaluate(score, data, micro_batch_size=micro_batch_size)
     assert model.training
-    errors = (model.double()(data.x.double()) - data.y).square().mean(1)
+    errors = (model(data.x) - data.y).square().mean(1)
     return out | {"wanted": (float(errors.mean()), float((data.units * errors).sum() / data.units.sum()))}
 
 
@@ -142,6 +142,6 @@ def test_evaluate_is_the_mean_over_the_data_set(world_size: int, num_samples: in
     data = Weighted(num_samples)
     assume(data.units.sum() > 0)
     out = samestep.spawn(evaluate_means, world_size, (data, micro_batch_size))
-    assert (out["loss"], out["by unit"]) == pytest.approx(out["wanted"], rel=1e-6)
+    assert (out["loss"], out["by unit"]) == pytest.approx(out["wanted"], rel=1e-12)
     assert out["indices"] == list(range(num_samples))
     assert out["number"] == pytest.approx(num_samples / -(-num_samples // micro_batch_size))
