@@ -69,6 +69,18 @@ def heartbeat(
         beating.close(is_last=is_last)
 
 
+def test_a_disk_that_hangs_does_not_silence_the_leader() -> None:
+    def hang() -> None:
+        held.wait(DEADLINE_S)
+
+    held = threading.Event()
+    with heartbeat(0, None, world_size=1, find_dir=hang) as (pulse, said):
+        pulse.enter("saving", 4)
+        wait_until(lambda: said, "it names the rank that is stuck")
+        held.set()
+    assert re.match(r"rank 0 \(host here\) has been saving for ", said[0]), said
+
+
 def test_a_failed_check_is_said_once() -> None:
     calls: list[int] = []
 
