@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -244,3 +245,11 @@ def test_nothing_outlives_a_killed_launcher(command: Command, victim: str) -> No
         assert done.returncode == 2
         assert "the process that starts the ranks has died or was killed (out of memory?)" in done.stderr
     wait_until(lambda: not list(Path(command.variables["TMPDIR"]).glob("samestep-*")), "no file left")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ports_are_open_on_this_machine_alone(command: Command) -> None:
+    command.write("port.py", "import os; print(os.environ['MASTER_PORT'], open('/proc/net/tcp').read())")
+    port, *lines = command.run("launch", "port.py").stdout.split("\n")
+    wanted = f":{int(port.split()[0]):04X} 00000000:0000 0A"
+    assert [line.split()[1].split(":")[0] for line in lines if wanted in line] == ["0100007F"]

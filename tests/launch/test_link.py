@@ -151,3 +151,22 @@ def test_a_node_that_waits_ends_after_a_signal() -> None:
     with reserve_port() as port:
         for node in (0, 1):
             assert run_node(Nodes(2, node, "127.0.0.1", port, 60.0, SECRET), [signal.SIGINT]).code == 130
+
+
+def test_a_node_that_was_started_again_is_lost(place: Place) -> None:
+    """The launch has begun with another process, whose messages are not mixed with those of the new one."""
+    first, second = place.pair()
+    wait_until(lambda: first.sees(1), "it is there")
+    second._is_closing.set()
+    place.open(1, [0])
+    assert place.take(first, 1) == [(1, Lost())]
+
+
+def test_a_beat_of_an_earlier_start_is_no_node(place: Place) -> None:
+    """The engine's store outlives a start of the agents."""
+    SignedEntries(SECRET.encode(), place.store).put("node/1", ("0123456789abcdef", 7))
+    first = place.open(0, [1])
+    first.send(1, Print("a message"))
+    wait_until(lambda: first._count > 5, "it has looked")
+    assert not first.sees(1)
+    assert place.take(place.open(1, [0]), 1) == [(0, Print("a message"))], "it was not sent to the earlier start"

@@ -1,8 +1,10 @@
 """The output of a rank is in its log, however it ends, or on the terminal."""
 
 import json
+import os
 from pathlib import Path
 
+import pytest
 from processes import Command
 from support.disks import open_disk
 
@@ -109,3 +111,26 @@ def test_a_tidied_directory_for_temporary_files(command: Command) -> None:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     command.assert_no_files_left()
+
+
+@pytest.mark.parametrize("what", ["kill", "kill without a directory"])
+def test_the_end_of_what_a_hidden_rank_printed_is_shown(command: Command, what: str) -> None:
+    """From its log in the run's directory, if there is one."""
+    write_script(command, PRINTS)
+    done = command.run("launch", "--nproc-per-node", "2", "train.py", what)
+    where = f" ({command.directory}/run/logs/0/1.log)" if what == "kill" else ""
+    last = "\n".join(["early 1", *said_at(0), *said_at(1)])
+    assert f"samestep: the end of rank 1's output{where}:\n{last}\n" in done.stderr
+    assert done.stderr.endswith("samestep: rank 1 was killed by SIGKILL (out of memory?); the others were stopped\n")
+    command.assert_no_files_left()
+
+
+def test_a_closed_output(command: Command) -> None:
+    """As after `| head`: the run continues."""
+    write_script(command, FLOODS)
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as end:
+        launch = command.start("launch", "train.py", "flood", stdout=end)
+    os.close(reader)
+    assert command.finish(launch).returncode == 0
+    assert json.loads((command.directory / "run" / "status.json").read_text())["status"] == "done"

@@ -113,3 +113,23 @@ def test_keyboard_interrupt_stops_all(
     thread.join()
     assert len(list(tmp_path.glob("saved*"))) == (2 if heeds else 0)
     assert children() == []
+
+
+class NotPicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("I stay")
+
+
+class NeedsTwo(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+@pytest.mark.parametrize("kind", [NotPicklable, NeedsTwo])
+def test_errors_that_cannot_be_pickled(kind: type[Exception]) -> None:
+    def fail() -> None:
+        raise kind(1, 2)
+
+    with pytest.raises(RuntimeError, match=f"rank 0 raised {kind.__name__}: ") as caught:
+        samestep.spawn(fail)
+    assert f"{kind.__name__}: " in caught.value.__notes__[0]

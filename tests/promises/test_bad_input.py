@@ -2,17 +2,21 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
-from promises.trial import read_tree
-from promises.wrong import MISTAKES, learn_well
+from promises.trial import Trial, read_tree
+from promises.wrong import MISTAKES, learn_well, train
 from support.commands import Popen
 from support.disks import Disk
 from support.ports import reserve_port
@@ -238,3 +242,36 @@ def test_the_directory_is_removed_during_a_run(tmp_path: Path, capfd: pytest.Cap
 
 
 ARGUMENTS = ["--num-workers", "1", "--epochs", "1", "--settled"]
+
+
+HELD = "hold rank 0 at step 3 in forward"
+
+
+def test_second_process(trial: Trial, tmp_path: Path) -> None:
+    """It is refused while the first process lives, however it is started."""
+    held = trial.start("python", 1, HELD, arguments=ARGUMENTS)
+    trial.wait_held()
+    before = read_tree(trial.dir)
+    pid, host = held.process.pid, socket.gethostname()
+    alive = rf"the run in {trial.dir} is locked by process {pid} on {host} since .*: stop it, or start beside "
+    assert_refused(launch("nothing", trial.dir, 2), alive)
+    # A process that reads files of the directory does not release the lock.
+    (trial.dir / "lock").read_bytes()
+    with pytest.raises(samestep.Error, match=alive):
+        samestep.spawn(train, 1, ("nothing", trial.dir))
+    assert read_tree(trial.dir) == before
+    [worker] = psutil.Process(pid).children()
+    lock = str(trial.dir / "lock")
+    assert lock in open_files(pid)
+    assert lock not in open_files(worker.pid), "a worker that outlives its rank would keep the lock"
+    held.process.send_signal(signal.SIGKILL)
+    held.process.wait()
+    for num_ranks in (2, 1):  # The lock is free at once, and after the run has ended.
+        trial.spawn(num_ranks, epochs=1)
+    check(samestep_command("inspect", trial.dir, "--samples", cwd=tmp_path))
+    held.wait()  # for its worker
+
+
+def open_files(pid: int) -> set[str]:
+    """By /proc: psutil leaves out what was removed, and what is no regular file."""
+    return {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if os.path.lexists(entry.path)}

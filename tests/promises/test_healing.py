@@ -73,3 +73,46 @@ def test_a_further_run_needs_all_ranks(trial: Trial) -> None:
     first, second = [read_rows(trial.dir / fold) for fold in "01"]
     assert len(first) == 6
     assert first == second
+
+
+ADVICE = ": --max-restarts N starts again from the newest snapshot"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--check-compute-every", "5"], "--heal does not support check_compute_every"),
+        (["--shard", "optimizer"], '--heal does not support shard="optimizer" (a rank'),
+    ],
+    ids=["check_compute_every", "shard"],
+)
+def test_what_it_does_not_support(trial: Trial, undisturbed: Undisturbed, flags: Sequence[str], reason: str) -> None:
+    """The run prints so at its beginning. After a death all ranks start again."""
+    fault = "kill rank 1 at step 7 in forward"
+    started = launch(trial, [fault], *flags, "--max-restarts", "1", num_ranks=2)
+    assert f"samestep: {reason}" in started.output
+    assert "samestep: the other ranks do not continue, because " in started.output
+    assert len((trial.dir / "restarts.jsonl").read_text().splitlines()) == 1
+    assert trial.outcome() == undisturbed()
+
+
+COLLECTIVE = """
+import os, signal, torch, samestep
+run = samestep.Run("run", batch_size=4, micro_batch_size=1)
+model = torch.nn.Linear(2, 1)
+run.prepare(model=model)
+for step in run.steps(torch.ones(16, 2), 3):
+    for x in step:
+        step.backward(model(x).mean())
+    if run.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.barrier()
+"""
+
+
+def test_a_death_in_a_collective_of_the_script(trial: Trial) -> None:
+    """It is not repeated. (What a script keeps from pass to pass is in the simulated runs.)"""
+    script = trial.faults / "collective.py"
+    script.write_text(COLLECTIVE)
+    started = trial.run("launch", 3, "", "--heal", script=script, code=137)
+    assert f"do not continue, because they have not formed a new group{ADVICE}" in started.output

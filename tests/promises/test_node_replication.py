@@ -267,3 +267,23 @@ def test_the_state_is_sharded(cluster: Cluster, undisturbed: Undisturbed, shard:
     cluster.spawn([2, 1], 1, snapshot_every=3, SAMESTEP_SHARD=then)
     assert_ended_as(cluster, [1, 2], undisturbed())
     assert read_starts(cluster.run_dir(1)) == read_starts(cluster.run_dir(2))
+
+
+def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """The other copy may have the snapshot already, or not."""
+    cluster.spawn_to_fail([0, 1], 1, "kill rank 0 at step 8 in committing", snapshot_every=2)
+    cluster.spawn([1, 0], 1, snapshot_every=2)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+
+
+def test_a_node_with_abandoned_snapshots(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """The run went back to step 3 without the node: its snapshots of later steps are older than the newer ones."""
+    cluster.spawn([0, 1], 1, "stop all ranks at step 9 in forward", snapshot_every=3, keep_last=9)
+    cluster.spawn_to_fail([0], 2, "kill all ranks at step 4 in forward", resume=3, snapshot_every=2, settled=True)
+    assert cluster.snapshots(0)[-1] == "step-00000004"
+    assert cluster.snapshots(1)[-1] == "step-00000010"
+    cluster.spawn([1, 0], 1, snapshot_every=3)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+    for node in (0, 1):
+        assert [step for step, _ in read_starts(cluster.run_dir(node))] == [3, 4]
+    assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}

@@ -4,12 +4,14 @@ Nodes are launchers on this machine, or, for tests of the network, in network na
 """
 
 import json
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from promises.test_restarts import read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.hosts import Host
 from support.ports import reserve_port
@@ -173,3 +175,18 @@ def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMESTEP_RDZV_SECRET", "abc")
     with pytest.raises(Error, match="SAMESTEP_RDZV_SECRET has 3 characters"):
         read_secret()
+
+
+def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
+    """All nodes start again and print why."""
+    fault = "kill rank 1 at step 7 in forward"
+    flags = flags_at(f"127.0.0.1:{port}", "2", "--max-restarts", "1")
+    nodes = [trial.start("launch", 1, fault, *flags, "--node-rank", str(rank)) for rank in (0, 1)]
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    trial.assert_struck(fault)
+    for node, where in zip(nodes, (r", on node 1 \(.*\)", ""), strict=True):
+        said = rf"samestep: rank 1 was killed by SIGKILL \(out of memory\?\){where}; restart 1 of 1\n"
+        assert re.search(said, node.err.read_text())
+        assert "Traceback" not in node.output
+    assert [(row["rank"], row["world_size"]) for row in read_restarts(trial)] == [(1, 2)]
+    assert trial.outcome() == undisturbed()

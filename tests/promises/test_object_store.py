@@ -264,3 +264,29 @@ def test_no_bucket_is_made() -> None:
     with pytest.raises(Unreachable, match="FileNotFoundError"):
         Mirror("file:///samestep-has-no-such-bucket/run").take()
     assert not Path("/samestep-has-no-such-bucket").exists()
+
+
+def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Machine 1 goes back to step 3. Later snapshots are moved, and machine 0 does not resume from its own copy."""
+    cluster.spawn(0, 1, fault="stop all ranks at step 9 in forward", keep_last=9)
+    assert cluster.snapshots()[-1] == "step-00000010"
+    cluster.spawn_to_fail(1, 1, fault="kill all ranks at step 5 in forward", resume=3, snapshot_every=2, settled=True)
+    assert cluster.snapshots()[-1] == "step-00000004"
+    assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.store / "abandoned").iterdir()}
+    cluster.spawn(0, 1)
+    assert [step for step, _ in read_starts(cluster.store)] == [3, 5]
+    assert cluster.outcome() == undisturbed()
+
+
+def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """Another run is refused, --fresh uses a URL beside it, and a removed run does not resume from its working copy."""
+    cluster.spawn(0, 1, max_steps=4)
+    error = cluster.spawn_to_fail(0, 1, seed=6)
+    assert isinstance(error, Error)
+    assert "holds another run (seed 5 there, 6 here)" in str(error)
+    error = cluster.spawn_to_fail(0, 1, resume=False, max_steps=4)
+    assert "already has snapshots and resume is never" in str(error)
+    shutil.rmtree(cluster.store)
+    cluster.spawn(0)
+    assert cluster.outcome() == undisturbed()
+    assert len(list(cluster.machine(0).iterdir())) == 2

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from support.runs import digest
 from support.tiny import Tiny, learn, tiny_run, update
 from support.trace import Trace, assert_same
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import SGD, Adagrad, AdamW
 
 import samestep
@@ -377,3 +379,46 @@ def test_a_rank_whose_shard_is_not_finite(tmp_path: Path) -> None:
     with pytest.raises(samestep.InvalidValue, match=r"model.weight is not finite after step 4"):
         samestep.spawn(tiny_run, 2, (tmp_path,), given, env=SHARDED)
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2]
+
+
+def get_weights() -> Tensor:
+    weights: list[Tensor] = []
+    tiny_run(None, optimizer=AdamW, compare_every=1,
+             after_epoch=lambda t: weights.append(t.model.weight.detach().clone()))  # fmt: skip
+    return weights[-1]
+
+
+def test_rounding_changes_the_bits_and_little_else() -> None:
+    exact = samestep.spawn(get_weights, 2)
+    rounded = samestep.spawn(get_weights, 2, env={"SAMESTEP_EXCHANGE_DTYPE": "bf16"})
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(exact, rounded, rtol=2**-6, atol=2**-6)
+
+
+def count_for_a_norm(num_layers: int) -> dict[str, int]:
+    """Return how often ranks exchange something, and read it, to clip the gradients of a model."""
+    run = build_run()
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(num_layers)))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    tolist = Mock(side_effect=Tensor.tolist)
+    for step in run.steps(build_pairs(), 1):
+        for x, _ in step:
+            step.backward(model(x).square().mean())
+        with CommDebugMode() as exchanges, patch.object(Tensor, "tolist", lambda tensor: tolist(tensor)):
+            run.clip_grad_norm_(model.parameters(), 0.01)
+    return {**{str(name): count for name, count in exchanges.get_comm_counts().items()}, "reads": tolist.call_count}
+
+
+def test_a_norm_takes_one_exchange_of_shards() -> None:
+    """However many parameters there are. (Then the ranks gather the numbers, by messages that are not counted.)"""
+    for num_layers in (1, 8):
+        counts = samestep.spawn(count_for_a_norm, 2, (num_layers,), env=SHARDED)
+        assert counts == {"c10d.alltoall_base_": 1, "reads": 1}
+
+
+def test_each_rank_writes_what_it_holds(sharded_run: Path) -> None:
+    path = sharded_run / "snapshots" / "step-00000001"
+    sizes = [(path / name_part(rank)).stat().st_size for rank in range(3)]
+    assert sum(sizes) == pytest.approx(12 * MB, rel=0.01)
+    assert max(sizes) < 4.1 * MB

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.runs import check, find_tests, read_bits, samestep_command
-from support.shards import MAKERS, read_x
+from support.shards import MAKERS, make_tars, read_x
 from support.snapshots import read_snapshot
 from support.tiny import Tiny, update
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ import samestep
 from samestep.cli import main
 from samestep.hashing import hash_content
 from samestep.snapshot.store import Store
+from samestep.sources import WebDataset
 
 NUM_EPOCHS, NUM_STEPS, DIES_AT = 3, 30, 23
 
@@ -229,3 +230,15 @@ def test_what_a_stream_must_be(data: Any, feed: dict[str, Any], message: str) ->
 
 def train_fed(data: Any, feed: dict[str, Any]) -> None:
     train(None, data, **feed)
+
+
+def test_other_shards_than_those_of_the_run(tmp_path: Path) -> None:
+    """A tar has lost a sample. Then it is missing."""
+    samestep.spawn(train, 1, (tmp_path / "run", make_tars(tmp_path / "data"), 0, -1, 4))
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    make_tars(tmp_path / "data", spare=2)
+    for _ in range(2):
+        with pytest.raises(samestep.Error, match=r"holds another run \(.*shards '?\w+'? there, '?\w+'? here"):
+            samestep.spawn(train, 2, (tmp_path / "run", WebDataset(tmp_path / "data")))
+        (tmp_path / "data" / "2.tar").unlink(missing_ok=True)
+    assert (tmp_path / "run" / "run.json").read_bytes() == before

@@ -63,3 +63,20 @@ def test_a_fork_waits_for_a_running_thread_of_gloo(monkeypatch: pytest.MonkeyPat
     assert wait_until(lambda: numbers[0] == -1, 60.0, every_s=0.0005)
     assert fork_and_run(lambda: bool(numbers[-1] == -1))
     thread.join()
+
+
+def test_neither_side_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "LIMIT_S", 0.05)
+    inside, is_over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with at_work():
+            inside.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    inside.wait()
+    assert fork_and_run(lambda: True)
+    is_over.set()
+    thread.join()

@@ -1,8 +1,9 @@
 """The group of ranks exchanges objects, whole tensors and errors."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import samestep
 from samestep.errors import Error, NotHealed, PeerFailed
 from samestep.launch.launcher import open_store
 from samestep.snapshot.mirror import Unreachable
+from samestep.torch_internals import list_gloo_sockets
 from samestep.world import process_group, transport
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, find_ranks, may_be_death, open_group
@@ -206,3 +208,23 @@ def test_devices(
 def test_what_may_be_the_death_of_another_rank(error: RuntimeError, may_be: bool) -> None:
     """The others would continue without a rank that has an error of its own, and this rank would wait in vain."""
     assert may_be_death(error) == may_be
+
+
+def test_a_forked_child_keeps_no_connection_open() -> None:
+    """Such as a loader worker: the other ranks would not notice that this one has left the group, or is dead."""
+
+    def list_inodes(fds: Iterable[int]) -> list[tuple[int, int]]:
+        return sorted((os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in fds)
+
+    def fn(group: Group) -> bool:
+        assert group.local_sockets is not None
+        local = [each.fileno() for each in group.local_sockets._sockets.values()]
+        before = list_inodes([*list_gloo_sockets(), *local])
+        assert len(before) >= 3  # two to the other rank, and the one that listens
+        if (pid := os.fork()) == 0:
+            kept = list_inodes(int(path.name) for path in Path("/proc/self/fd").glob("*") if path.exists())
+            os._exit(len({*before} & {*kept}))
+        num_kept = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return num_kept == 0 and list_inodes([*list_gloo_sockets(), *local]) == before and group.gather(0) == [0, 0]
+
+    assert on_ranks(2, fn) == [True, True]

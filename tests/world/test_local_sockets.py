@@ -3,7 +3,9 @@
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +86,21 @@ def test_a_machine_that_cannot_be_identified(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(host, "read_text", forbid)
     assert read_host_id("net") is None
+
+
+def exchange(num_ranks: int, num_bytes: int, mesh: Sequence[LocalSockets], rank: int) -> None:
+    for turn in range(3):
+        rows = [bytearray(num_bytes) for _ in range(num_ranks)]
+        rows[rank][:] = bytes([rank + turn]) * num_bytes
+        mesh[rank].exchange([memoryview(row) for row in rows])
+        assert rows == [bytes([peer + turn]) * num_bytes for peer in range(num_ranks)]
+
+
+# The last is more than a socket's buffer holds.
+@pytest.mark.parametrize(("num_ranks", "num_bytes"), [(3, 1), (2, 1000), (5, 3_000_001)])
+def test_every_rank_gets_every_row(num_ranks: int, num_bytes: int) -> None:
+    mesh = build_mesh(num_ranks)
+    with ThreadPoolExecutor(num_ranks) as threads:
+        list(threads.map(partial(exchange, num_ranks, num_bytes, mesh), range(num_ranks)))
+    for local_sockets in mesh:
+        local_sockets.close()

@@ -2,7 +2,9 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -83,3 +85,15 @@ def wait_longer_than_the_group_permits() -> float:
 def test_a_message_may_take_longer_than_it_took_to_open_the_group() -> None:
     """After a death, the survivors open a group with a short limit. Gloo applies it to each later message."""
     assert samestep.spawn(wait_longer_than_the_group_permits, 2) == 3
+
+
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+def test_no_message_is_kept(waiter: Waiter, error: str) -> None:
+    """It would keep the connections open, and its memory."""
+    message = Message(error)
+    message.is_there.set()
+    with pytest.raises(RuntimeError, match=error) if error else nullcontext():
+        waiter.wait([message])
+    is_there = weakref.ref(message)
+    del message
+    assert is_there() is None
