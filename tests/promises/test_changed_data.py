@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep.data.spec import DataSpec
-from samestep.train.start import compare_run, read_samples
+from samestep.train.opening import compare_run, read_samples
 
 
 class Samples(Dataset[Any]):

@@ -243,11 +243,11 @@ PLANTED = (
         "        optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})\n", "",
     ),
     Planted(
-        "the sums of the metrics of an epoch are not restored", METRICS, "train/run_state.py",
+        "the sums of the metrics of an epoch are not restored", METRICS, "train/context.py",
         'self.tally.load_state_dict(notes.get("tally", {}))', "pass", focus="kill_all",
     ),
     Planted(
-        "a resumed run begins one step late", RESUME, "train/run_state.py",
+        "a resumed run begins one step late", RESUME, "train/context.py",
         'data.plan.first_step, self._resumed["step"])',
         'data.plan.first_step, self._resumed["step"] + (self._resumed["step"] % 5 == 3))',
     ),
@@ -257,7 +257,7 @@ PLANTED = (
     ),
     Planted(
         "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/objects.py",
-        "optimizer.state[param] = _with_dtypes(", "_with_dtypes(", test="promises/test_resume.py",
+        "optimizer.state[param] = tree_map(", "tree_map(", test="promises/test_resume.py",
     ),
     Planted(
         "the body after an epoch is not seeded", SAME_BITS, "train/loop.py",
@@ -290,19 +290,19 @@ PLANTED = (
     ),
     # --- several loops, and lines outside of the steps
     Planted(
-        "the order of a sampler is not restored", ONCE, "train/run_state.py",
+        "the order of a sampler is not restored", ONCE, "train/context.py",
         'data.orders.restore(order["epoch"], order["indices"])', "pass", "kill_all", "phases",
     ),
     Planted(
-        "a resumed run begins its first loop again", RESUME, "train/run_state.py",
+        "a resumed run begins its first loop again", RESUME, "train/context.py",
         "self._num_past = len(self._ends)", "self._num_past = 0", "kill_all", "phases",
     ),
     Planted(
-        "run.stop ends the next loop, too", RESUME, "train/run_state.py",
+        "run.stop ends the next loop, too", RESUME, "train/context.py",
         '            self.stop_reason = ""\n            self._ends', "            self._ends", "kill_all", "phases",
     ),
     Planted(
-        "a loop that run.stop has ended continues after a resume", RESUME, "train/run_state.py",
+        "a loop that run.stop has ended continues after a resume", RESUME, "train/context.py",
         'notes["stopped"] = self.stop_reason', "pass", "kill_all", "phases",
     ),
     Planted(

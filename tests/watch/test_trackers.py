@@ -16,7 +16,7 @@ from support.tiny import tiny_run
 
 import samestep
 from samestep.errors import Error
-from samestep.train.start import read_commit
+from samestep.train.opening import read_commit
 from samestep.watch import trackers as trackers_module
 from samestep.watch.tracker_services import MLflow, TensorBoard, WandB
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers

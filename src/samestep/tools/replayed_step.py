@@ -24,7 +24,7 @@ from samestep.snapshot.async_copy import is_finite
 from samestep.tools.tracer import Tracer
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine
-from samestep.train.start import describe_script, read_commit
+from samestep.train.opening import describe_script, read_commit
 from samestep.train.step import Step
 
 MAX_NORMS = 1000  # parameters in the result

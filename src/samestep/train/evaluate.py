@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -36,16 +36,13 @@ class PerMicroBatch(NamedTuple):
     value: Any
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """Scores data sets with the models of one run."""
 
-    def __init__(self, context: RunContext, prepared: Prepared, services: Services) -> None:
-        self._context = context
-        self._state = context.state
-        self._modules = prepared.objects.modules
-        self._gradients = prepared.gradients
-        self._clock = services.watchdog
-        self._stopping = services.stopping
+    context: RunContext
+    prepared: Prepared
+    services: Services
 
     def evaluate(
         self, score: Callable[[Any], Mapping[str, Any]], data: Any, *, micro_batch_size: int | None, **arguments: Any
@@ -57,11 +54,11 @@ class Evaluator:
                 "run.evaluate(score, data)",
                 code="SS102",
             )
-        self._state.count_evaluation()
+        self.context.state.count_evaluation()
         if micro_batch_size is not None:
             check_positive("micro_batch_size", micro_batch_size)
         spec = read_data_arguments(data, **arguments)
-        size = micro_batch_size or spec.micro_batch_size or self._context.config.micro_batch_size
+        size = micro_batch_size or spec.micro_batch_size or self.context.config.micro_batch_size
         spans = [(start, min(start + size, len(spec))) for start in range(0, len(spec), size)]
         try:
             return self._evaluate(score, spec, spans)
@@ -69,36 +66,36 @@ class Evaluator:
             seed_all(self._derive("after"))
 
     def _derive(self, purpose: str, v: int = 0) -> int:
-        state = self._state
+        state = self.context.state
         pass_ = 2**32 + state.num_evaluations  # distinct from those of steps
-        return derive(self._context.config.seed, purpose, step=state.steps_done, pass_=pass_, micro_batch=v)
+        return derive(self.context.config.seed, purpose, step=state.steps_done, pass_=pass_, micro_batch=v)
 
     def _evaluate(
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span]
     ) -> dict[str, Any]:
         """Score the micro-batches of all ranks. `spans`: their samples."""
-        group = self._context.group
-        steps_done = self._state.steps_done
-        self._clock.enter("reducing", steps_done)
+        group = self.context.group
+        steps_done = self.context.state.steps_done
+        self.services.watchdog.enter("reducing", steps_done)
         wait_for_call(group, Call.EVALUATE)
         while True:
-            layout = self._context.build_layout(len(spans))
+            layout = self.context.build_layout(len(spans))
             failure: Exception | None = None
             outcome: tuple[str, Any]
             try:
                 outcome = "value", self._score(score, spec, spans, layout)
             except Exception as error:  # the script may catch it, so the other ranks must not wait for this one
-                if self._gradients.plan.models is not None:  # they wait inside of the model
+                if self.prepared.gradients.plan.models is not None:  # they wait inside of the model
                     raise
                 failure = error
                 outcome = describe_failure(error)
-            self._clock.enter("reducing", steps_done)
-            gathered = group.gather((layout.world_size, outcome, self._stopping.cast_vote()))
+            self.services.watchdog.enter("reducing", steps_done)
+            gathered = group.gather((layout.world_size, outcome, self.services.stopping.cast_vote()))
             if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one
                 break
         # A validation can be long: react to a signal before the next step.
-        self._stopping.take_votes([vote for *_, vote in gathered])
-        self._clock.enter("script", steps_done)
+        self.services.stopping.take_votes([vote for *_, vote in gathered])
+        self.services.watchdog.enter("script", steps_done)
         if failure is not None:
             raise failure
         rows = read_outcomes({rank: theirs for rank, (_, theirs, _) in enumerate(gathered)})
@@ -108,19 +105,21 @@ class Evaluator:
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span], layout: Layout
     ) -> list[Row]:
         """Return the scores of this rank's micro-batches."""
-        context = self._context
-        steps_done = self._state.steps_done
+        context = self.context
+        steps_done = self.context.state.steps_done
         num_own = len(layout.ranges[context.rank])
         numbers = [*layout.ranges[context.rank], *layout.fillers[context.rank]]
         tasks = (Task(np.arange(*spans[v]), self._derive("data", v)) for v in numbers)
         spec = replace(spec, num_workers=min(spec.num_workers, len(numbers)))
         rows: list[Row] = []
-        modes = {each: each.training for module in self._modules.values() for each in module.modules()}
+        modes = {each: each.training for module in self.prepared.objects.modules.values() for each in module.modules()}
         evaluating = dict.fromkeys(modes, False)
-        gradients = {param: param.grad for module in self._modules.values() for param in module.parameters()}
+        gradients = {
+            param: param.grad for module in self.prepared.objects.modules.values() for param in module.parameters()
+        }
         without = dict.fromkeys(gradients)
-        self._gradients.buffers.hold()
-        self._clock.enter("validating", steps_done)
+        self.prepared.gradients.buffers.hold()
+        self.services.watchdog.enter("validating", steps_done)
         try:
             with Loader(spec, tasks, device=context.device) as loader, torch.no_grad():
                 for v, loaded in zip(numbers, loader, strict=True):
@@ -129,13 +128,13 @@ class Evaluator:
                     _set("grad", without)  # and backward(), such as to weigh an input
                     start, stop = spans[v]
                     rows.append(_read(score(to_device(loaded.batch, context.device)), stop - start))
-                    self._gradients.buffers.undo()
-                    self._clock.enter("validating", steps_done)
+                    self.prepared.gradients.buffers.undo()
+                    self.services.watchdog.enter("validating", steps_done)
             return [_to_numbers(row) for row in rows[:num_own]]
         except Error as error:
             raise locate_error(error, context.location.logs, context.rank, "run.evaluate") from error.__cause__
         finally:
-            self._gradients.free_gathered()
+            self.prepared.gradients.free_gathered()
             _set("training", modes)
             _set("grad", gradients)
 

@@ -12,11 +12,10 @@ from samestep.errors import Error, UsageError
 from samestep.launch.rank_reports import LoopState, report
 from samestep.plan.seeds import derive
 from samestep.snapshot.async_copy import TrainingState
-from samestep.train.context import RunContext
+from samestep.train.context import MetricsTally, RunContext
 from samestep.train.feed import Feed
 from samestep.train.guards import Call, list_stable, wait_for_call
 from samestep.train.prepared import Prepared
-from samestep.train.run_state import MetricsTally
 from samestep.train.step import Observers, Step, StepParts
 from samestep.train.stopping import Services
 from samestep.world.environment import BegunRun, Outcome
@@ -109,9 +108,14 @@ class Loop:
         self._feed = feed
         self._plan = feed.plan
         self._on = observers
-        derive_seed = partial(derive, context.config.seed)
         self._parts = StepParts(
-            context, derive_seed, feed.load, prepared.gradients, observers, services.watchdog, self._cast_vote
+            context,
+            partial(derive, context.config.seed),
+            feed.load,
+            prepared.gradients,
+            observers,
+            services.watchdog,
+            self._cast_vote,
         )
         self.step: Step | None = None
         self.repeats_head = state.loop.is_past
@@ -132,10 +136,9 @@ class Loop:
                 self._feed.load_further()
                 self._seed_body("epoch", number)
                 state.begin_epoch()
-                per_epoch = self._plan.steps_per_epoch
                 end = self._plan.num_steps_until(number)
-                self.repeats_head = state.steps_done > end - per_epoch
-                epoch = Epoch(self, number, per_epoch, end, state.tally)
+                self.repeats_head = state.steps_done > end - self._plan.steps_per_epoch
+                epoch = Epoch(self, number, self._plan.steps_per_epoch, end, state.tally)
                 yield epoch
                 self._end_epoch(epoch)
             self._finish()
@@ -225,8 +228,9 @@ class Loop:
         if loop.is_further:
             location.write_status("running", "", None)
         elif location.directory is not None:
-            restart = context.environment.restart
-            location.directory.write_start(restart, from_step=self._state.steps_done, world_size=context.world_size)
+            location.directory.write_start(
+                context.environment.restart, from_step=self._state.steps_done, world_size=context.world_size
+            )
         self._report(Outcome.UNKNOWN)
         context.group.announce_ready()  # rank 0 has done what no other rank does again
         wait_for_call(context.group, self._services.stopping.call)
@@ -308,10 +312,10 @@ class Loop:
 
     def _report(self, outcome: Outcome) -> None:
         """Report to samestep's launcher which run a restart continues."""
+        context = self._context
         run = None
-        if self._context.location.path is not None:
-            number = self._context.environment.run_number
-            run = BegunRun(self._context.location.shown, number, outcome is Outcome.FINISHED)
+        if context.location.path is not None:
+            run = BegunRun(context.location.shown, context.environment.run_number, outcome is Outcome.FINISHED)
         report(LoopState(outcome, run))
 
     def _end(self, status: str, reason: str) -> None:

@@ -145,7 +145,9 @@ class Objects:
         optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})
         for path, param in params.items():
             if param in optimizer.state:
-                optimizer.state[param] = _with_dtypes(optimizer.state[param], saved[STATE].get(path))
+                now, was = optimizer.state[param], saved[STATE].get(path)
+                if tree_structure(now) == tree_structure(was):
+                    optimizer.state[param] = tree_map(_with_dtype, now, was)
         # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
         if missing := sorted(settings - optimizer.param_groups[0].keys()):
             raise RunDirectoryError(
@@ -192,12 +194,8 @@ def _explaining(name: str) -> Iterator[None]:
         raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}", code="SS412") from error
 
 
-def _with_dtypes(now: Any, was: Any) -> Any:
-    """Undo torch's cast of a parameter's state to the dtype of the parameter (bfloat16, for example)."""
-    return tree_map(_with_dtype, now, was) if tree_structure(now) == tree_structure(was) else now
-
-
 def _with_dtype(now: Any, was: Any) -> Any:
+    """Undo torch's cast of a parameter's state to the dtype of the parameter (bfloat16, for example)."""
     if isinstance(now, Tensor) and isinstance(was, Tensor) and now.dtype != was.dtype:
         return was.to(now.device, copy=True)
     return now

@@ -16,7 +16,7 @@ from samestep.engine.precision import MixedPrecision
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.snapshot.location import Location
-from samestep.train.context import RunContext, build_config
+from samestep.train.context import RunContext, RunState, build_config
 from samestep.train.determinism import call_on_rank_0, fix_kernels, use_tf32
 from samestep.train.evaluate import Evaluator
 from samestep.train.guards import Call, wait_for_call
@@ -27,7 +27,6 @@ from samestep.train.objects import Objects, check_objects, find_params
 from samestep.train.opening import open_loop
 from samestep.train.prepared import Prepared, prepare_objects
 from samestep.train.restoring import restore_models
-from samestep.train.run_state import RunState
 from samestep.train.sharded_init import ShardedInit
 from samestep.train.step import Step, collect_values
 from samestep.train.stopping import Services, report_errors
@@ -156,7 +155,7 @@ class Run:
         self._progress = Progress(is_shown=group.rank == 0)
         location = Location(settings, group, self._say, keeps=environment.heals)
         self.dir = location.path
-        context = RunContext(
+        self._context = context = RunContext(
             environment,
             settings,
             group,
@@ -167,10 +166,8 @@ class Run:
             hide_secrets(config or {}),
             RunState(),
         )
-        self._context = context
         self._state = context.state
-        delivery = Trackers(() if is_trial else settings.trackers, self._say)
-        self._services = Services(context, self._progress, delivery)
+        self._services = Services(context, self._progress, Trackers(() if is_trial else settings.trackers, self._say))
         self._interceptors = [kind(context, options) for kind in [*find_kinds(settings), *requested]]
         self._old_params = find_params()
         self._prepared: Prepared | None = None
@@ -330,8 +327,7 @@ class Run:
             raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}', code="SS101")
         named = Objects(objects)
         check_objects(named, self._old_params)
-        self._old_params = {}
-        prepared = prepare_objects(
+        self._prepared = prepared = prepare_objects(
             named,
             self._context,
             self._interceptors,
@@ -340,7 +336,6 @@ class Run:
             device_map=device_map,
             shard_blocks=shard_blocks,
         )
-        self._prepared = prepared
         if not prepared.point.is_beginning:
             self._services.snapshotter.resume(prepared.point.step)
             prepared.replicas.note_restored()
@@ -393,7 +388,7 @@ class Run:
             3
         """
         whole(1)("num_epochs", num_epochs)
-        loop = self._open_loop(
+        return self._open_loop(
             data,
             num_epochs,
             endless=False,
@@ -403,8 +398,7 @@ class Run:
             shuffle=shuffle,
             drop_last=drop_last,
             pin_memory=pin_memory,
-        )
-        return loop.run_epochs(num_epochs)
+        ).run_epochs(num_epochs)
 
     def steps(
         self,
@@ -444,7 +438,7 @@ class Run:
             7
         """
         whole(1)("num_steps", num_steps)
-        loop = self._open_loop(
+        return self._open_loop(
             data,
             num_steps,
             endless=True,
@@ -453,8 +447,7 @@ class Run:
             num_workers=num_workers,
             shuffle=shuffle,
             pin_memory=pin_memory,
-        )
-        return loop.run_steps()
+        ).run_steps()
 
     def evaluate(
         self,
@@ -494,8 +487,7 @@ class Run:
             {'mean': 2.5, 'all': [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
-        prepared = self._check_prepared("run.evaluate")
-        evaluator = Evaluator(self._context, prepared, self._services)
+        evaluator = Evaluator(self._context, self._check_prepared("run.evaluate"), self._services)
         return evaluator.evaluate(
             score, data, collate_fn=collate_fn, num_workers=num_workers, micro_batch_size=micro_batch_size
         )
@@ -717,11 +709,10 @@ class Run:
         """
         self._refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
         prepared = self._check_prepared("run.clip_grad_norm_")
-        gradients = prepared.gradients
         params = prepared.sort([parameters] if isinstance(parameters, Tensor) else parameters)
-        if not gradients.plan.is_divided:
+        if not prepared.gradients.plan.is_divided:
             return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        norm = compute_total_norm(params, norm_type, self._context.group, gradients.ownership)
+        norm = compute_total_norm(params, norm_type, self._context.group, prepared.gradients.ownership)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite is set")
         clip_with_norm(params, max_norm, norm)

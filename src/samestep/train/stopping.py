@@ -29,10 +29,9 @@ from samestep.launch.rank_process import kept_signals
 from samestep.launch.rank_reports import Result, has_launcher, is_secondary, report, report_failure
 from samestep.processes import Held, hold, leave
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.context import RunContext
+from samestep.train.context import RunContext, RunState
 from samestep.train.guards import Call, gather_after_step
 from samestep.train.metrics import RunMetrics
-from samestep.train.run_state import RunState
 from samestep.train.step import Step, StepObserver
 from samestep.train.watchdog import Watchdog
 from samestep.watch.progress import Progress
@@ -192,8 +191,7 @@ class Stopping(StepObserver):
     @property
     def is_ending(self) -> bool:
         """Whether no further step of the loop begins."""
-        state = self._state
-        return state.steps_done >= state.loop.last_step or bool(self.signal or state.stop_reason)
+        return self._is_at_end or bool(self.signal or self._state.stop_reason)
 
     @property
     def is_interrupted(self) -> bool:
@@ -250,19 +248,15 @@ class Shared(Held):
     """
 
     def __init__(self) -> None:
-        self._errors: list[tuple[Error, Environment]] = []
-
-    def add_error(self, error: Error, environment: Environment) -> None:
-        """Add the error of a run."""
-        self._errors.append((error, environment))
+        self.errors: list[tuple[Error, Environment]] = []
 
     def close(self) -> None:
-        for each in self._errors:
+        for each in self.errors:
             end_with(*each)
         close_group()
 
     def forget(self) -> None:
-        self._errors.clear()
+        self.errors.clear()
 
 
 shared = Shared()
@@ -281,8 +275,9 @@ class Services(Held):
     def __init__(self, context: RunContext, progress: Progress, trackers: Trackers) -> None:
         self._context = context
         self._progress = progress
-        gather = partial(gather_after_step, context.group)
-        self.snapshotter = Snapshotter(context.config.snapshot_every, context.location, context.say, gather)
+        self.snapshotter = Snapshotter(
+            context.config.snapshot_every, context.location, context.say, partial(gather_after_step, context.group)
+        )
         signals = StopSignals(context.environment, progress.say, is_on=context.location.path is not None)
         self.watchdog = Watchdog(context)
         self.stopping = Stopping(context.state, self.snapshotter, self.watchdog, signals)
@@ -304,7 +299,7 @@ class Services(Held):
     def note(self, error: Error) -> None:
         """Note that the script has left the loop. If the run is closed already, the process ends with this error."""
         if not self._is_open:
-            shared.add_error(error, self._context.environment)
+            shared.errors.append((error, self._context.environment))
 
     def close(self) -> None:
         """Close everything, at the end of the process."""
@@ -333,7 +328,7 @@ class Services(Held):
         self._context.group.close()
         self.stopping.signals.restore()
         if error is not None and was_open:
-            shared.add_error(error, environment)
+            shared.errors.append((error, environment))
 
     def forget(self) -> None:
         self._is_open = False
