@@ -7,6 +7,7 @@ The output of a rank is that of the launcher, or a log: a file of the launcher u
 directory for it (docs/dev/logs.md).
 """
 
+import fcntl
 import io
 import json
 import os
@@ -136,7 +137,7 @@ def has_launcher() -> bool:
 def report(message: RankReport) -> None:
     """Report something to the launcher; without one, do nothing.
 
-    All ranks of the machine share the position in the file, so that each line follows the one before.
+    All ranks of the machine append to the file.
     """
     if _file is not None:
         # A new line also before it: a rank may have been killed while it wrote.
@@ -182,6 +183,7 @@ class Reports:
 
     def __init__(self) -> None:
         self.file = os.memfd_create("samestep-reports")
+        fcntl.fcntl(self.file, fcntl.F_SETFL, os.O_APPEND)  # else writes of two ranks at once may overwrite each other
         self.run: BegunRun | None = None
         self._size = 0  # of what was read
         self.clear()
