@@ -10,8 +10,8 @@ from torch import nn
 import samestep
 from samestep.plan.shards import ParamSize, RankMemory, choose_owners, compute_memory
 from samestep.torch_internals import get_local
+from samestep.train.interception import measure_sizes
 from samestep.train.objects import Objects
-from samestep.train.prepared import measure_sizes
 
 SHARDS = ("none", "optimizer", "fsdp2")
 

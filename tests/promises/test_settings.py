@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as schedules
 import samestep
 from samestep.engine.precision import MixedPrecision
 from samestep.train.objects import Objects
-from samestep.train.restoring import SnapshotContents
+from samestep.train.prepared import SnapshotContents
 
 NOTHING: dict[str, Any] = {}
 

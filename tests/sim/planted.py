@@ -235,7 +235,7 @@ PLANTED = (
         '"metrics_bytes": metrics_bytes', '"metrics_bytes": max(0, metrics_bytes - 1)',
     ),
     Planted(
-        "run.state is not restored", RESUME, "train/restoring.py",
+        "run.state is not restored", RESUME, "train/prepared.py",
         'return contents["state"]', "return {}", focus="kill_all",
     ),
     Planted(
@@ -306,7 +306,7 @@ PLANTED = (
         'notes["stopped"] = self.stop_reason', "pass", "kill_all", "phases",
     ),
     Planted(
-        "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/restoring.py",
+        "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/prepared.py",
         'param.requires_grad_(name not in position["frozen"])', "pass", "kill_all", "phases",
     ),
     Planted(

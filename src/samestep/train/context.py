@@ -366,8 +366,15 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
             for several runs of a script.
     """
     overrides = environment.overrides
-    if overrides.get("run_dir") is not None and not is_trial:  # a tool looks at the first run only
-        _check_one_directory(overrides["run_dir"], arguments["run_dir"])
+    if (said := overrides.get("run_dir")) is not None and not is_trial:  # a tool looks at the first run only
+        given = str(arguments["run_dir"])
+        before = _replaced.setdefault(said, given)
+        if before != given:  # the folds of a cross-validation, of which the second one would resume the first one
+            raise UsageError(
+                f"this script creates a run in {before} and one in {given}, but --run-dir (or SAMESTEP_RUN_DIR) sets "
+                f"{said} for both: leave it out, so that each run uses the directory in the script",
+                code="SS222",
+            )
     arguments |= overrides
     if not is_trial:
         arguments["run_dir"] = _choose_directory(environment, arguments["run_dir"])
@@ -389,14 +396,3 @@ def _choose_directory(environment: Environment, given: Any) -> Any:
         given = named = begun.run_dir
     _opened.add(named)
     return given
-
-
-def _check_one_directory(said: str, given: Any) -> None:
-    """Refuse a second run in one directory (the folds of a cross-validation): it would resume the first one."""
-    before = _replaced.setdefault(said, str(given))
-    if before != str(given):
-        raise UsageError(
-            f"this script creates a run in {before} and one in {given}, but --run-dir (or SAMESTEP_RUN_DIR) sets "
-            f"{said} for both: leave it out, so that each run uses the directory in the script",
-            code="SS222",
-        )

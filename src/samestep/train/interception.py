@@ -1,4 +1,7 @@
-"""Interceptors change what a run does, without a branch in the loop. Tools and options install them by name."""
+"""Interceptors change what a run does, without a branch in the loop, and the facts of a run that they may use.
+
+Tools and options install them by name.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,9 +15,11 @@ from samestep.config import NO_INTERCEPTORS, OPTIONS, RunConfig
 from samestep.decoding import parse_json
 from samestep.engine.passes import Gradients
 from samestep.errors import InvalidValue
-from samestep.plan.shards import ParamSize
+from samestep.plan.shards import OUTSIDE, ParamSize
 from samestep.train.context import RunContext
+from samestep.train.divided_state import Blocks, find_blocks
 from samestep.train.loop_data import LoopData
+from samestep.train.objects import Objects, list_tensors
 from samestep.train.step import StepInterceptor
 from samestep.watch.beats import PhaseClock
 from samestep.world.environment import TRACE
@@ -152,3 +157,34 @@ def load_interceptor(name: str) -> type[Interceptor]:
     if not (isinstance(kind, type) and issubclass(kind, Interceptor)):
         raise TypeError(f"{name} is no Interceptor")
     return kind
+
+
+def measure_sizes(objects: Objects, blocks: Blocks | None) -> list[ParamSize]:
+    """Return the sizes of the models' parameters, undivided: `nbytes` is that of all slices of a tensor.
+
+    Call it after an update, which allocates the optimizers' state.
+
+    Args:
+        blocks: as `shard_blocks` of `Run.prepare`.
+    """
+    states = {id(p): state for optimizer in objects.optimizers.values() for p, state in optimizer.state.items()}
+    found = [block for module in objects.modules.values() for block in find_blocks(module, blocks)]
+    homes: dict[int, int] = {}
+    for number, block in enumerate(found, start=OUTSIDE + 1):
+        for param in block.parameters():
+            homes.setdefault(id(param), number)
+    sizes = []
+    for param in objects.name_params().values():
+        tensors = list_tensors(states.get(id(param)))
+        of_shape = sum(each.nbytes for each in tensors if each.shape == param.shape)
+        sizes.append(
+            ParamSize(
+                num_bytes=param.nbytes,
+                num_rows=param.shape[0] if param.dim() else 1,
+                gradient_bytes=param.nbytes if param.requires_grad else 0,
+                state_bytes=of_shape,
+                small_bytes=sum(each.nbytes for each in tensors) - of_shape,
+                block=homes.get(id(param), OUTSIDE),
+            )
+        )
+    return sizes

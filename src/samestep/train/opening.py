@@ -34,10 +34,10 @@ from samestep.train.context import LoopKind, RunContext
 from samestep.train.determinism import describe_machine, fix_compiler, keeping_generators
 from samestep.train.feed import Feed
 from samestep.train.guards import Call, wait_for_call
-from samestep.train.interception import Interceptor, LoopParts
+from samestep.train.interception import Interceptor, LoopParts, measure_sizes
 from samestep.train.loop import Loop
 from samestep.train.loop_data import LoopData
-from samestep.train.prepared import Prepared, measure_sizes
+from samestep.train.prepared import Prepared
 from samestep.train.step import Observers, StepObserver, list_borrowed
 from samestep.train.stopping import Services
 from samestep.version import __version__
@@ -160,8 +160,10 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, intercep
         return
     if problem := _find_problem(context, interceptors):
         context.group.refuse_healing()
-        then = "all start again from the newest snapshot, as often as --max-restarts permits"
-        context.say(f"--heal does not support {problem}: if a rank dies, {then}")
+        context.say(
+            f"--heal does not support {problem}: if a rank dies, all start again from the newest snapshot, as often as "
+            "--max-restarts permits"
+        )
     else:
         context.group.begin_healing(environment, partial(_continue_without, context, feed, services))
 
@@ -180,9 +182,10 @@ def _continue_without(context: RunContext, feed: Feed, services: Services, chang
     services.watchdog.change_group()
     seconds = time.monotonic() - change.began_s
     location.write_heal(Heal(steps_done, change.lost, len(change.left), seconds))
-    numbers = f"{describe_ranks(change.left)} -> {describe_ranks(range(len(change.left)))}"
-    lost = f"lost {describe_ranks(change.lost)} in step {steps_done}"
-    context.say(f"{lost}, and continued after {seconds:.2f} s: {numbers}")
+    context.say(
+        f"lost {describe_ranks(change.lost)} in step {steps_done}, and continued after {seconds:.2f} s: "
+        f"{describe_ranks(change.left)} -> {describe_ranks(range(len(change.left)))}"
+    )
 
 
 def _find_problem(context: RunContext, interceptors: Sequence[Interceptor]) -> str:
@@ -202,14 +205,10 @@ def _record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tr
         InvalidValue: the ranks have different data sets, or the lanes of a stream are the same.
         RunDirectoryError: the data are not the run's.
     """
-    location = context.location
-    path = location.path
+    path = context.location.path
     machine = describe_machine(context.config, context.device)
     samples = _compare_samples(data, context, machine, overrides=prepared.overrides)
-    git: dict[str, Any] = {}
-    script: dict[str, Any] = {}
-    if path is not None:
-        git, script = context.group.once(lambda: (read_commit(), describe_script()))
+    git, script = ({}, {}) if path is None else context.group.once(lambda: (read_commit(), describe_script()))
     plan = data.plan
     begin = {"first_step": plan.first_step, "first_epoch": plan.first_epoch} if plan.first_step else {}
     options = replace(
@@ -221,7 +220,7 @@ def _record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tr
         machine=machine,
         config=context.script_config,
     )
-    location.begin(prepared.point, options)
+    context.location.begin(prepared.point, options)
     versions = {"samestep": __version__, "python": platform.python_version(), "torch": machine["torch"]}
     return TrackerInfo(
         "" if path is None else path.name,
@@ -354,9 +353,11 @@ def _check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
     """
     if lanes.num_lanes == 1 or has_lanes(lanes.dataset):
         return
-    seeds = [derive(seed, "data", step=step, pass_=1) for step in range(NUM_COMPARED)]
-    places = [(step, lane) for step in range(NUM_COMPARED) for lane in (0, 1)]
-    tasks = [Task(lanes.indices(lane, step), seeds[step], (step, lane)) for step, lane in places]
+    tasks = [
+        Task(lanes.indices(lane, step), derive(seed, "data", step=step, pass_=1), (step, lane))
+        for step in range(NUM_COMPARED)
+        for lane in (0, 1)
+    ]
     with closing(_read_hashes(spec, tasks)) as hashes:
         if all(first and first == second for first, second in zip(hashes, hashes, strict=True)):  # two at a time
             raise InvalidValue(

@@ -25,8 +25,7 @@ from samestep.train.loop import Epoch, Loop
 from samestep.train.loop_data import Sampler, open_loop_data
 from samestep.train.objects import Objects, check_objects, find_params
 from samestep.train.opening import open_loop
-from samestep.train.prepared import Prepared, prepare_objects
-from samestep.train.restoring import restore_models
+from samestep.train.prepared import Prepared, prepare_objects, restore_models
 from samestep.train.sharded_init import ShardedInit
 from samestep.train.step import Step, collect_values
 from samestep.train.stopping import Services, report_errors
@@ -628,8 +627,12 @@ class Run:
         wait_for_call(context.group, Call.RESTORE)
         self._services.snapshotter.wait_until_written()
         prepared.gradients.free_gathered()
-        may_lack = any(each.is_trial for each in self._interceptors)
-        is_loaded = restore_models(context.location, prepared.objects.modules, which, may_lack=may_lack)
+        is_loaded = restore_models(
+            context.location,
+            prepared.objects.modules,
+            which,
+            may_lack=any(each.is_trial for each in self._interceptors),
+        )
         self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:
