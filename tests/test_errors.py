@@ -23,7 +23,7 @@ from torch import Tensor
 
 import samestep
 from samestep.data.sample_errors import locate_error, pack
-from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, describe, explain
+from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, add_code, explain
 from samestep.launch.rank_reports import MAX_REASON, build_failure
 from samestep.snapshot.mirror import Unreachable
 
@@ -192,7 +192,7 @@ def train(directory: Path) -> None:
     try:
         tiny.run._context.group.once(fail_on_rank_0)
     except RunDirectoryError as error:
-        (directory / str(tiny.run.rank)).write_text(describe(error))
+        (directory / str(tiny.run.rank)).write_text(add_code(str(error), error.code))
     tiny.train(data=Broken(), num_workers=1)
 
 

@@ -17,7 +17,7 @@ import click
 
 from samestep.config import Option, name_flag
 from samestep.console import print_error
-from samestep.errors import Error, describe, explain
+from samestep.errors import Error, add_code, explain
 from samestep.processes import leave
 from samestep.version import __version__
 from samestep.world.environment import allow_all_characters, drop_output, fix_hash_seed
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Error, OSError) as error:
         if (known := explain(error)) is None:
             raise
-        print_error(f"samestep: error: {describe(known)}")
+        print_error(f"samestep: error: {add_code(str(known), known.code)}")
         if isinstance(error, OSError):
             drop_output()
         code = Error.exit_code

@@ -52,8 +52,7 @@ def read_terminal() -> int:
 
 def say(sentence: str) -> None:
     """Print one line on standard error, in one write: ranks that share an unbuffered file do not mix their lines."""
-    line = f"samestep: {escape(sentence)}".replace("\n", "\\n")
-    _write_error(f"{line}\n", sys.stderr)
+    _write_error(f"samestep: {_to_line(sentence)}\n", sys.stderr)
 
 
 def warn(say: Callable[[str], None], sentence: str, *, start: str) -> None:
@@ -130,14 +129,14 @@ def print_result(text: str, word: str, colour: str) -> None:
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table as plain columns. Escapes control characters."""
-    rows = [[_to_cell(text) for text in row] for row in rows]
+    rows = [[_to_line(text) for text in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     print(title)
     for row in (header, *rows):
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _to_cell(text: str) -> str:
+def _to_line(text: str) -> str:
     return escape(text).replace("\n", "\\n")
 
 

@@ -165,11 +165,6 @@ def add_code(sentence: str, code: str) -> str:
     return f"{sentence} [{code}]" if code else sentence
 
 
-def describe(error: Error) -> str:
-    """Return what a program prints that an error ends."""
-    return add_code(str(error), error.code)
-
-
 def name_kind(error: Error) -> str:
     """Return the name in `KINDS` of an error's class or base class, so that another process can raise the same kind."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())
@@ -203,11 +198,13 @@ def explain(error: Error | OSError) -> Error | None:
         return error
     full = (errno.ENOSPC, errno.EDQUOT)
     if error.filename is not None and error.errno in full:
-        advice = "make room there, or name another directory (by TMPDIR, for temporary files)"
-        return Error(f"{error.filename} cannot be written ({error.strerror}): {advice}", code="SS113")
+        return Error(
+            f"{error.filename} cannot be written ({error.strerror}): make room there, or name another directory (by "
+            "TMPDIR, for temporary files)",
+            code="SS113",
+        )
     if error.filename is not None:
         return Error(f"{error.filename} cannot be used ({error.strerror}): name another", code="SS112")
     if error.errno in (*full, errno.EFBIG, errno.EIO):
-        sentence = f"the output cannot be written ({error.strerror}): make room, or send it elsewhere"
-        return Error(sentence, code="SS113")
+        return Error(f"the output cannot be written ({error.strerror}): make room, or send it elsewhere", code="SS113")
     return None

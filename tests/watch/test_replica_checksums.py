@@ -54,4 +54,3 @@ ALIKE = {"w": 1, "b": 2, "m": 3}
 )
 def test_the_differing_rank(replicas: list[dict[str, int]], drift: Drift | None) -> None:
     assert find_drift(replicas) == drift
-

@@ -1,9 +1,13 @@
 """The rank of this process, read from variables."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 import samestep
 from samestep.world.environment import (
+    RESTART,
     Restart,
     read_environment,
     read_overrides,
@@ -42,7 +46,7 @@ def test_the_place_of_this_process(variables: dict[str, str], place: tuple[int, 
 
 @pytest.mark.parametrize("restart", [Restart("rank 3 was killed by SIGKILL", 3), Restart('a node "b" was lost')])
 def test_why_it_was_started_again(restart: Restart) -> None:
-    assert read_environment({**TORCHRUN, **restart.to_variables()}).restart == restart
+    assert read_environment({**TORCHRUN, RESTART: json.dumps(asdict(restart))}).restart == restart
 
 
 @pytest.mark.parametrize(

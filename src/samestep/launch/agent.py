@@ -38,7 +38,7 @@ from samestep.launch.link import (
 from samestep.launch.rank_reports import RankFailure, Reports, build_failure, describe_death
 from samestep.launch.target import Target
 from samestep.processes import kill_group
-from samestep.world.environment import FAILURE, HEAL, SECRET, BegunRun, child_variables, read_host
+from samestep.world.environment import CONTINUES, FAILURE, HEAL, RESTART, SECRET, BegunRun, child_variables, read_host
 from samestep.world.host import find_interface, find_source
 
 LOOPBACK = "lo" if sys.platform == "linux" else ""  # else gloo resolves the host's name
@@ -87,10 +87,10 @@ def build_variables(launch: Launch, start: Start, run: BegunRun | None, interfac
     overrides = launch.overrides
     variables: dict[str, str] = {}
     if start.restart is not None:
-        variables = start.restart.to_variables()
+        variables[RESTART] = json.dumps(asdict(start.restart))
         if run is not None:
             if overrides.get("fresh") or not run.is_done:
-                variables |= run.to_variables()
+                variables[CONTINUES] = json.dumps(asdict(run))
             overrides = {**overrides, "resume": "latest", "fresh": False}
     backends = ("GLOO", "NCCL") if nodes.num_nodes > 1 else ("GLOO",)
     common = {
@@ -144,7 +144,7 @@ class Agent:
 
     def close(self) -> None:
         """Remove the temporary files."""
-        self._remove_directory()
+        shutil.rmtree(self._directory, ignore_errors=True)
         self.reports.close()
 
     def poll(self) -> list[Event]:
@@ -230,14 +230,13 @@ class Agent:
             if not start.node:
                 say(start.sentence)
         variables = build_variables(launch, start, self.reports.run, interface)
-        self._remove_directory()
+        shutil.rmtree(self._directory, ignore_errors=True)
         self._directory = tempfile.mkdtemp(prefix="samestep-")
         self.reports.clear()
-        numbers = range(start.first_rank, start.first_rank + launch.num_ranks)
         self._server.start(
             [
                 {"rank": rank, "variables": own, "is_shown": self._is_shown(rank)}
-                for rank, own in zip(numbers, variables, strict=True)
+                for rank, own in enumerate(variables, start.first_rank)
             ],
             target=asdict(launch.target),
             cwd=os.getcwd(),
@@ -250,9 +249,9 @@ class Agent:
         failure = report.failure
         log = self.reports.logs.get(failure.rank, "")
         if log and not failure.secondary:
-            content = json.dumps({"rank": failure.rank, "reason": failure.reason})
+            content = {"rank": failure.rank, "reason": failure.reason}
             with suppress(OSError):
-                replace_file(Path(log).with_name(FAILURE), content.encode())
+                replace_file(Path(log).with_name(FAILURE), json.dumps(content).encode())
         others = "; the others were stopped" if report.world_size > 1 else ""
         is_said = failure.kind == "exit" and self._is_shown(failure.rank)  # it has printed its reason
         if failure.kind == "error":
@@ -271,6 +270,3 @@ class Agent:
     def _is_shown(self, rank: int) -> bool:
         """Return whether the output of a rank goes to the terminal."""
         return self.launch.shows_all or rank == 0
-
-    def _remove_directory(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)

@@ -100,8 +100,7 @@ def read_nodes(timeout_s: float, secret: str) -> Nodes:
             code="SS104",
         )
     host, port = read_master()
-    nodes = Nodes(environment.world_size, environment.rank, host, port, timeout_s, secret, has_agent_store())
-    return _check(nodes)
+    return _check(Nodes(environment.world_size, environment.rank, host, port, timeout_s, secret, has_agent_store()))
 
 
 def _check(nodes: Nodes) -> Nodes:
@@ -162,12 +161,6 @@ def record_signals() -> list[int]:
     return received
 
 
-def _count_ranks(device: str | None) -> int:
-    import torch
-
-    return 1 if device == "cpu" else max(torch.cuda.device_count(), 1)
-
-
 def open_store(address: str = LOCALHOST, port: int = 0) -> Any:  # TCPStore
     """Open a rendezvous store at an address of this machine ("": all IPv4 ones). Port 0 is a free one.
 
@@ -181,10 +174,15 @@ def open_store(address: str = LOCALHOST, port: int = 0) -> Any:  # TCPStore
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise Error(f"port {port} {reason} here: choose another one, on all nodes", code="SS509") from None
-    host = address or "localhost"
-    port = listener.getsockname()[1]
-    limit = timedelta(seconds=300)
-    return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address or "localhost",
+        listener.getsockname()[1],
+        None,
+        True,
+        timedelta(seconds=300),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 class Supervision:
@@ -203,8 +201,10 @@ class Supervision:
         self._address = nodes.host if link is None else find_own_address(nodes.host)
         self._store: Any = None
         self._entries: Any = None  # of this store
-        policy = Policy(nodes.num_nodes, launch.max_restarts, launch.heals, nodes.timeout_s, nodes.endpoint)
-        self._supervisor = Supervisor(policy, time.monotonic())
+        self._supervisor = Supervisor(
+            Policy(nodes.num_nodes, launch.max_restarts, launch.heals, nodes.timeout_s, nodes.endpoint),
+            time.monotonic(),
+        )
         self._handle(0, agent.describe())
 
     def run(self) -> Finish:
@@ -274,8 +274,9 @@ def _find_store(nodes: Nodes) -> Callable[[], Any]:
     def connect() -> Any:
         if not wait_until(lambda: is_listening(nodes.host, nodes.port), nodes.timeout_s, every_s=0.2):
             raise OSError("nothing listens there")
-        limit = timedelta(seconds=GREETING_S)
-        return PrefixStore("samestep/nodes", TCPStore(nodes.host, nodes.port, None, False, limit))
+        return PrefixStore(
+            "samestep/nodes", TCPStore(nodes.host, nodes.port, None, False, timedelta(seconds=GREETING_S))
+        )
 
     return connect
 
@@ -302,8 +303,11 @@ def _follow(agent: Agent, link: Link) -> Finish:
         for _, message in link.receive():
             agent.execute(message)
             if isinstance(message, Lost) and agent.end is None:
-                lost = f"the launcher at {nodes.endpoint}, the rendezvous of the nodes, has ended"
-                return Finish(1, f"{lost}: the same commands resume from the newest snapshot")
+                return Finish(
+                    1,
+                    f"the launcher at {nodes.endpoint}, the rendezvous of the nodes, has ended: the same commands "
+                    "resume from the newest snapshot",
+                )
     return agent.end
 
 
@@ -334,7 +338,10 @@ def run_launch(target: Target, values: dict[str, Any], nodes: Nodes) -> int:
     # Before numpy is imported and starts threads, which a fork does not copy.
     os.environ.setdefault("OMP_NUM_THREADS", str(values.get("num_threads") or 1))  # noqa: TID251
     with closing(ForkServer(fork=True)) as server:
-        num_ranks = num_ranks or _count_ranks(values.get("device"))
+        if num_ranks is None:
+            import torch
+
+            num_ranks = 1 if values.get("device") == "cpu" else max(torch.cuda.device_count(), 1)
         launch = Launch(target, num_ranks, values, received, nodes, **options)
         with closing(Agent(server, launch)) as agent:
             end = run_node(agent)

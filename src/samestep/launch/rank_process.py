@@ -2,9 +2,6 @@
 
 import builtins
 import faulthandler
-import importlib
-import importlib.machinery
-import importlib.util
 import io
 import json
 import multiprocessing
@@ -13,6 +10,7 @@ import signal
 import sys
 import types
 from contextlib import suppress
+from importlib import import_module, machinery, util
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -62,7 +60,7 @@ def run_rank(
         multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]  # noqa: SLF001
         if HOOK in variables:
             module, options = json.loads(variables[HOOK])  # noqa: TID251 a variable of the environment
-            importlib.import_module(module).begin(options)
+            import_module(module).begin(options)
         _run_target(rank, **target)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -72,10 +70,10 @@ def run_rank(
         code = _find_code(error)
         if code:
             sys.last_value = error  # as in Python, for the status of the run
-        if code and os.getpid() == pid:
-            report_failure(rank, error, code)
-        elif code:  # a process that the target has forked
-            print(format_error(error), end="", file=sys.stderr)
+            if os.getpid() == pid:
+                report_failure(rank, error, code)
+            else:  # a process that the target has forked
+                print(format_error(error), end="", file=sys.stderr)
     leave(code)
 
 
@@ -92,14 +90,14 @@ def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeTyp
         sys.path.insert(0, os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path))
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
-        loader: Any = importlib.machinery.SourceFileLoader("__main__", path)
+        loader: Any = machinery.SourceFileLoader("__main__", path)
         main.__dict__.update(__file__=path, __loader__=loader, __cached__=None, __builtins__=builtins)
     else:
         if kind == "module" and name != "samestep":  # as python -m; the ranks of a command are its own
             sys.path.insert(0, os.getcwd())
-        spec = importlib.util.find_spec(name)
+        spec = util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
+            spec = util.find_spec(f"{name}.__main__")
         loader = spec and spec.loader
         found = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
         if spec is None or found is None:
@@ -145,13 +143,11 @@ def _call(rank: int, call: bytes) -> None:
 
 def _separate_from_server(variables: dict[str, str]) -> None:
     """Reset the state that all ranks of a fork server would share."""
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
-    torch = sys.modules.get("torch")
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     num_threads = variables.get("OMP_NUM_THREADS", "")
-    if torch is not None and num_threads.isdecimal() and int(num_threads) > 0:
-        torch.set_num_threads(int(num_threads))
+    if "torch" in sys.modules and num_threads.isdecimal() and int(num_threads) > 0:
+        sys.modules["torch"].set_num_threads(int(num_threads))
 
 
 def _find_code(error: BaseException) -> int:

@@ -167,8 +167,9 @@ def build_failure(rank: int, error: BaseException, code: int) -> RankFailure:
         message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
         traceback_text = format_error(error)
     error_code = error.code if isinstance(error, Error) else ""
-    secondary = is_secondary(error)
-    return RankFailure(rank, time.time(), code, secondary, kind, message, traceback_text, error_code=error_code)
+    return RankFailure(
+        rank, time.time(), code, is_secondary(error), kind, message, traceback_text, error_code=error_code
+    )
 
 
 class Reports:

@@ -40,12 +40,6 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Any] = _REDUCERS.new_child({CodeType: _reduce_code})
 
 
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    with io.BytesIO() as file:
-        _CallPickler(file).dump((fn, args, kwargs))
-        return file.getvalue()
-
-
 def spawn(
     fn: Callable[..., T],
     nprocs: int = 1,
@@ -84,7 +78,9 @@ def spawn(
     """
     if not isinstance(nprocs, int) or nprocs < 1:
         raise InvalidValue(f"spawn needs nprocs of at least 1, not {nprocs!r}", code="SS101")
-    call = _pickle_call(fn, tuple(args), dict(kwargs or {}))
+    with io.BytesIO() as file:
+        _CallPickler(file).dump((fn, tuple(args), dict(kwargs or {})))
+        call = file.getvalue()
     received: list[int] = []
     launch = Launch(
         Target("call", "", [str(entry) for entry in sys.path], call),
@@ -122,9 +118,8 @@ def _run(supervision: Supervision, received: list[int]) -> Finish:
 
 
 def _rebuild_exception(failure: RankFailure, results: Mapping[int, bytes]) -> BaseException:
-    error: BaseException
     try:
-        error = cloudpickle.loads(results[failure.rank])
+        error: BaseException = cloudpickle.loads(results[failure.rank])
     except Exception:
         error = RuntimeError(str(failure))
     if failure.traceback:

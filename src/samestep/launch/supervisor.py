@@ -157,7 +157,8 @@ class Supervisor:
             return []
         match event:
             case Joined():
-                self._nodes[node] = Node(event, self._name_node(node, event.host))
+                is_alone = self._policy.num_nodes == 1
+                self._nodes[node] = Node(event, event.host if is_alone else f"node {node} ({event.host})")
             case Ended():
                 self._note_end(event)
             case Signalled():
@@ -205,8 +206,7 @@ class Supervisor:
         self._can_restart = False
         for rank in self._running():
             if rank.node == number:
-                message = f"was lost with {node.name}"
-                failure = RankFailure(rank.number, self._now_s, 1, False, "died", message)
+                failure = RankFailure(rank.number, self._now_s, 1, False, "died", f"was lost with {node.name}")
                 self._note_end(Ended(rank.number, 1, self._now_s, failure))
 
     def _end_stuck(self, board: Board) -> None:
@@ -278,17 +278,19 @@ class Supervisor:
             shares.append(f"{first}{last} on {node.name}")
         self.generation = Generation(members=[*range(self.world_size)])
         for number, first in firsts.items():
-            start = Start(
-                self._num_restarts,
-                restart,
+            self._tell(
                 number,
-                first,
-                self.world_size,
-                addresses=[node.joined.address for node in self._nodes.values()],
-                sentence=f"ranks {', '.join(shares)}",
-                heals=self._policy.heals,
+                Start(
+                    self._num_restarts,
+                    restart,
+                    number,
+                    first,
+                    self.world_size,
+                    addresses=[node.joined.address for node in self._nodes.values()],
+                    sentence=f"ranks {', '.join(shares)}",
+                    heals=self._policy.heals,
+                ),
             )
-            self._tell(number, start)
 
     def _watch_ranks(self) -> None:
         if self._policy.heals:
@@ -395,7 +397,8 @@ class Supervisor:
         signals = self._signals
         has_obeyed = cause is None or cause.secondary or -cause.code in signals
         has_succeeded = all(rank.state in (RankState.SUCCEEDED, RankState.OUTLIVED) for rank in self._ranks)
-        outcome = self._find_outcome()
+        noted = {rank.outcome for rank in self._ranks}
+        outcome = next((each for each in (Outcome.STOPPED, Outcome.FINISHED) if each in noted), Outcome.UNKNOWN)
         if signals and has_obeyed:
             if self._is_insistent or not has_succeeded:
                 outcome = Outcome.KILLED
@@ -405,8 +408,10 @@ class Supervisor:
         elif cause is not None and self._nodes[self._ranks[cause.rank].node].is_lost:
             lost = [node.name for node in self._nodes.values() if node.is_lost]
             was = "was" if len(lost) == 1 else "were"
-            sentence = f"{' and '.join(lost)} {was} lost: the same commands resume from the newest snapshot"
-            self._finish(Outcome.LOST, message=sentence)
+            self._finish(
+                Outcome.LOST,
+                message=f"{' and '.join(lost)} {was} lost: the same commands resume from the newest snapshot",
+            )
         elif cause is not None:
             self._report(cause)
             self._finish(Outcome.FAILED, cause.code, failure=cause)
@@ -414,10 +419,6 @@ class Supervisor:
             self._finish(outcome)
         else:  # the ranks were stopped, and none has reported a reason
             self._finish(Outcome.LOST)
-
-    def _find_outcome(self) -> Outcome:
-        noted = {rank.outcome for rank in self._ranks}
-        return next((each for each in (Outcome.STOPPED, Outcome.FINISHED) if each in noted), Outcome.UNKNOWN)
 
     def _finish(
         self,
@@ -459,9 +460,6 @@ class Supervisor:
                 self._tell(number, Print(sentence))
 
     # --- helpers ----------------------------------------------------------------------------------------------
-
-    def _name_node(self, number: int, host: str) -> str:
-        return host if self._policy.num_nodes == 1 else f"node {number} ({host})"
 
     def _running(self) -> list[RankRecord]:
         return [rank for rank in self._ranks if rank.state is RankState.RUNNING]

@@ -122,8 +122,8 @@ class ScriptCommand(Command):
         words: str = "",
         **settings: Any,
     ) -> None:
-        module = click.Option(["-m", "is_module"], is_flag=True, hidden=True)
-        super().__init__(name, callback=callback, **{**settings, "params": [*build_options(flags), module]})
+        params = [*build_options(flags), click.Option(["-m", "is_module"], is_flag=True, hidden=True)]
+        super().__init__(name, callback=callback, **{**settings, "params": params})
         self._run = callback
         self._words = words
         self.context_settings = {**self.context_settings, "allow_extra_args": True, "allow_interspersed_args": False}
@@ -141,9 +141,7 @@ class ScriptCommand(Command):
                 f"{self.name} --help",
                 code="SS103",
             )
-        target = self.build_target(left, values)
-        values.pop("is_module", None)
-        ctx.obj = (*word, target, values)
+        ctx.obj = (*word, self.build_target(left, values), values)
         return []
 
     def invoke(self, ctx: click.Context) -> int:
@@ -157,10 +155,13 @@ class ScriptCommand(Command):
             left = super().parse_args(inner, [*args])
         return take_values(inner.params), left
 
-    def build_target(self, words: list[str], values: Mapping[str, Any]) -> Target:
-        """Return the target that the words name, with its arguments. A script precedes a recipe of the same name."""
+    def build_target(self, words: list[str], values: dict[str, Any]) -> Target:
+        """Return the target that the words name, with its arguments. A script precedes a recipe of the same name.
+
+        Removes -m from the values.
+        """
         name, *arguments = words
-        if values.get("is_module"):
+        if values.pop("is_module", False):
             return Target("module", name, arguments)
         if name not in find_recipes() or Path(name).is_file():
             return Target("script", name, arguments)

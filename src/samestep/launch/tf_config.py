@@ -36,6 +36,8 @@ def begin(_: Any) -> None:
                 f"rank {missing[0]} did not give its address for TF_CONFIG within {TIMEOUT_S:.0f} s", code="SS507"
             )
         exchange.exchange("tf_config/read", True, TIMEOUT_S)
-    task = {"type": "worker", "index": environment.rank}
-    cluster = {"worker": [workers[rank] for rank in range(environment.world_size)]}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})  # noqa: TID251 TensorFlow reads it
+    config = {
+        "cluster": {"worker": [workers[rank] for rank in range(environment.world_size)]},
+        "task": {"type": "worker", "index": environment.rank},
+    }
+    os.environ["TF_CONFIG"] = json.dumps(config)  # noqa: TID251 TensorFlow reads it

@@ -24,7 +24,7 @@ from weakref import WeakSet
 from samestep.console import print_error
 from samestep.engine.control import Saving, Vote
 from samestep.engine.passes import Reduced
-from samestep.errors import Error, PeerFailed, UsageError, WorkerDied, describe, recognize
+from samestep.errors import Error, PeerFailed, UsageError, WorkerDied, add_code, recognize
 from samestep.launch.rank_process import kept_signals
 from samestep.launch.rank_reports import Result, has_launcher, is_secondary, report, report_failure
 from samestep.processes import Held, hold, leave
@@ -391,7 +391,7 @@ def _is_at_prompt() -> bool:
 def _say_once(error: Error) -> None:
     if is_first("error"):
         # Not sys.stderr: torch.distributed's hook buffers sys.stderr around this one, and SystemExit loses the buffer.
-        print_error(f"samestep: error: {describe(error)}", original=True)
+        print_error(f"samestep: error: {add_code(str(error), error.code)}", original=True)
 
 
 def describe_failure(error: BaseException, rank: int) -> str:

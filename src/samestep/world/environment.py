@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
@@ -27,8 +27,8 @@ TRACE = PREFIX + "TRACE"
 HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin(), called in each rank first
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 HEAL = PREFIX + "HEAL"  # set if the ranks continue after the death of another one
-RESTART = PREFIX + "RESTART"  # a `Restart`
-CONTINUES = PREFIX + "CONTINUES"  # a `BegunRun`
+RESTART = PREFIX + "RESTART"  # a `Restart` in JSON
+CONTINUES = PREFIX + "CONTINUES"  # after a restart, a `BegunRun` in JSON
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
 _INTERNAL = (TRACE, HOOK, SRUN, HEAL, CONTINUES, SECRET)  # no misspelled options
@@ -82,10 +82,6 @@ class Restart:
     reason: str
     rank: int | None = None
 
-    def to_variables(self) -> dict[str, str]:
-        """Return the variable that passes this to the ranks."""
-        return {RESTART: json.dumps(asdict(self))}
-
 
 @dataclass(frozen=True)
 class BegunRun:
@@ -100,10 +96,6 @@ class BegunRun:
     run_dir: str
     number: int
     is_done: bool
-
-    def to_variables(self) -> dict[str, str]:
-        """Return the variable that passes this to the ranks after a restart."""
-        return {CONTINUES: json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True)
@@ -227,15 +219,13 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             rank=rank,  # this rank cannot connect to the others to agree on one that reports
             code="SS506",
         )
-    local_rank = number("LOCAL_RANK", rank)
-    local_world_size = number("LOCAL_WORLD_SIZE", world_size)
     marks = {PREFIX + "LAUNCHER": "samestep", SRUN: "srun", "RANK": "torchrun"}
     launcher = next((launcher for mark, launcher in marks.items() if mark in variables), "python")
     return Environment(
         rank=rank,
-        local_rank=local_rank,
+        local_rank=number("LOCAL_RANK", rank),
         world_size=world_size,
-        local_world_size=local_world_size,
+        local_world_size=number("LOCAL_WORLD_SIZE", world_size),
         launcher=launcher,
         restart=Restart(**json.loads(variables[RESTART])) if RESTART in variables else None,
         overrides=read_overrides(variables),

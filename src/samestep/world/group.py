@@ -289,8 +289,12 @@ def describe_software() -> dict[str, str]:
     if path is not None:
         with suppress(OSError):
             script = hash_bytes(read_bytes(Path(path), is_given=True))[:12]
-    versions = {"samestep": __version__, "torch": str(torch.__version__), "Python": platform.python_version()}
-    return {**versions, "script": script}
+    return {
+        "samestep": __version__,
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+        "script": script,
+    }
 
 
 def find_ranks() -> Environment:
@@ -317,14 +321,13 @@ def find_ranks() -> Environment:
         )
     hosts = Group(rank, world_size, torch.device("cpu")).gather_hosts()
     local_ranks = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-    launcher = "torchrun" if environment.launcher == "python" else environment.launcher
     return replace(
         environment,
         rank=rank,
         world_size=world_size,
         local_rank=local_ranks.index(rank),
         local_world_size=len(local_ranks),
-        launcher=launcher,
+        launcher="torchrun" if environment.launcher == "python" else environment.launcher,
     )
 
 

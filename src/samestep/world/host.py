@@ -57,12 +57,11 @@ def list_addresses() -> dict[str, str]:
     """Map each IP address of this machine to its interface."""
     import psutil  # slow to import
 
-    families = (socket.AF_INET, socket.AF_INET6)
     return {
         entry.address.partition("%")[0]: name
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family in families
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
     }
 
 

@@ -46,8 +46,7 @@ class LocalSockets:
 
         Raises PeerFailed if another rank has closed its socket.
         """
-        mine = rows[self._rank]
-        leaving = [(peer, mine) for peer in self._sockets]
+        leaving = [(peer, rows[self._rank]) for peer in self._sockets]
         arriving = [(peer, rows[peer]) for peer in self._sockets]
         waiting_since_s = 0.0
         while True:

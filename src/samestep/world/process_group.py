@@ -163,10 +163,7 @@ class Waiter:
     def __init__(self) -> None:
         self._requests = SimpleQueue[Sequence[Transfer] | None]()
         self._results = SimpleQueue[RuntimeError | None]()
-        thread = threading.Thread(
-            target=_run, args=(self._requests, self._results), name="samestep waiter", daemon=True
-        )
-        thread.start()
+        threading.Thread(target=_run, args=(self._requests, self._results), name="samestep waiter", daemon=True).start()
 
     def wait(self, messages: Sequence[Transfer]) -> None:
         """Wait for messages.

@@ -128,9 +128,9 @@ class Transport:
         rows = row.new_empty(world_size, len(row))  # row k is that of rank `self.rank + k`
         rows[0] = row
         for distance, num_rows in plan_gather(world_size):
-            receive = _receive(rows[distance : distance + num_rows], (self.rank + distance) % world_size)
-            send = _send(rows[:num_rows], (self.rank - distance) % world_size)
-            self.wait_for([receive, send])
+            received = _begin(dist.irecv, rows[distance : distance + num_rows], (self.rank + distance) % world_size)
+            sent = _begin(dist.isend, rows[:num_rows], (self.rank - distance) % world_size)
+            self.wait_for([received, sent])
         return [rows[(rank - self.rank) % world_size].numpy() for rank in range(world_size)]
 
     def gather_number(self, number: int) -> list[int]:
@@ -241,22 +241,22 @@ class Transport:
             return
         position = (self.rank - source) % self.world_size  # in a binary tree, whose root is the source
         if position:
-            self.waiter.wait([_receive(tensor, (source + (position - 1) // 2) % self.world_size)])
+            self.waiter.wait([_begin(dist.irecv, tensor, (source + (position - 1) // 2) % self.world_size)])
         below = [each for each in (2 * position + 1, 2 * position + 2) if each < self.world_size]
         if below:
-            self.waiter.wait([_send(tensor, (source + each) % self.world_size) for each in below])
+            self.waiter.wait([_begin(dist.isend, tensor, (source + each) % self.world_size) for each in below])
 
     def send(self, tensors: Sequence[torch.Tensor], target: int) -> None:
         """Send tensors of any dtypes and devices to one rank, which calls `receive`."""
         for tensor in tensors:
             if tensor.numel():
-                wait_for_messages([_send(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)])
+                wait_for_messages([_begin(dist.isend, torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)])
 
     def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Overwrite contiguous tensors in host memory with those that a rank sends."""
         for tensor in tensors:
             if tensor.numel():
-                wait_for_messages([_receive(torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), source)])
+                wait_for_messages([_begin(dist.irecv, torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), source)])
 
     def needs_staging(self, device: torch.device) -> bool:
         """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""
@@ -299,16 +299,9 @@ def plan_gather(world_size: int) -> list[tuple[int, int]]:
     return [(distance, min(distance, world_size - distance)) for distance in distances]
 
 
-def _send(tensor: torch.Tensor, rank: int) -> Transfer:
-    """Begin to send a tensor in host memory to a rank, which calls `_receive`."""
-    work = dist.isend(tensor, rank, tag=TAG)
-    assert work is not None
-    return work
-
-
-def _receive(tensor: torch.Tensor, rank: int) -> Transfer:
-    """Begin to overwrite a tensor in host memory with the one that a rank sends."""
-    work = dist.irecv(tensor, rank, tag=TAG)
+def _begin(transfer: Callable[..., Transfer | None], tensor: torch.Tensor, rank: int) -> Transfer:
+    """Begin `dist.isend` or `dist.irecv` of a tensor in host memory to or from another rank."""
+    work = transfer(tensor, rank, tag=TAG)
     assert work is not None
     return work
 
