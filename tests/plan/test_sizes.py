@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import Error
 from samestep.plan.loop_plan import LoopPlan
-from samestep.plan.sizes import (
+from samestep.plan.tree import (
     check_numbers,
     default_micro_batch_size,
 )

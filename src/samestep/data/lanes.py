@@ -213,5 +213,4 @@ class Lanes:
 
     def read_lane_position(self, task: Task) -> LanePosition:
         """Return the lane's position after the micro-batch that was just read."""
-        _, lane = task.place
-        return self._open[lane].position
+        return self._open[task.place[1]].position

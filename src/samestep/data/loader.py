@@ -187,8 +187,7 @@ class Workers(Held):
 
     def __init__(self, spec: DataSpec, device: torch.device) -> None:
         context = spec.multiprocessing_context
-        start_method = (context or multiprocessing).get_start_method()
-        parent_pid = None if start_method == "forkserver" else os.getpid()
+        parent_pid = None if (context or multiprocessing).get_start_method() == "forkserver" else os.getpid()
         self._series = _Series()
         self._loader: DataLoader[Any] = DataLoader(
             Fetcher(spec.dataset, spec.collate_fn),  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.engine.host_copies import copy_to_host
+from samestep.engine.control import copy_to_host
 from samestep.torch_internals import find_first_row, get_local, is_sharded
 
 NUM_ROWS = 2

@@ -127,11 +127,10 @@ class ParameterGuard:
 
     def check(self) -> None:
         """Raise UsageError if weights were changed, frozen or unfrozen since the pass began."""
-        before = self._marks
         marks = self._read_marks()
-        if marks == before:
+        if marks == self._marks:
             return
-        for name, then, now in zip(self._names, zip(*before, strict=True), zip(*marks, strict=True), strict=True):
+        for name, then, now in zip(self._names, zip(*self._marks, strict=True), zip(*marks, strict=True), strict=True):
             if now != then:
                 raise UsageError(
                     f"{name} was changed inside the micro-batch loop (by requires_grad, the model's forward, as "
@@ -143,8 +142,11 @@ class ParameterGuard:
 
     def _read_marks(self) -> Marks:
         params = [*map(get_local, self._params)] if self._are_sharded else self._params
-        trained = [*map(read_requires_grad, self._params)]
-        return [*map(read_version, params)], [*map(Tensor.data_ptr, params)], trained
+        return (
+            [*map(read_version, params)],
+            [*map(Tensor.data_ptr, params)],
+            [*map(read_requires_grad, self._params)],
+        )
 
 
 class PartialSums:

@@ -181,8 +181,7 @@ class PassAttempt:
         else:
             num_names = len(gradients.logged_names)
             exchange = plan.begin_exchange(partial_sums, len(gradients.buffers.followed), num_names)
-            kind = TreeSum if plan.models is None else ShardedSum
-            self._sum = kind(plan, partial_sums, exchange)
+            self._sum = (TreeSum if plan.models is None else ShardedSum)(plan, partial_sums, exchange)
         self.failure: UsageError | None = None
 
     def release(self) -> None:
@@ -243,9 +242,8 @@ class PassAttempt:
         logged = self.reports.read_logged()
         has_new_names = not {*names}.issuperset(chain(*logged))
         num_params = len(gradients.plan.params)
-        own_used = self._sum.used.to_bytes(num_params)
         own_reports = self.reports.build(fingerprints, logged, names)
-        control = Control(vote, own_reports, has_new_names, own_used, buffers.pack())
+        control = Control(vote, own_reports, has_new_names, self._sum.used.to_bytes(num_params), buffers.pack())
         controls, sums = self._sum.finish(control)
         votes, of_ranks, have_new_names, used_by_ranks, packed_buffers, _ = zip(*controls, strict=True)
         reports = self._layout.sort(of_ranks)

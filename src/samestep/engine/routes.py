@@ -108,11 +108,10 @@ class AllGather(Route):
     def expect(self, tag: int) -> None:
         if self._sockets is None and not self._rows.is_cuda:
             rows, rank = self._rows, self.space.rank
-            receives = [
+            self._receives = _list_works(
                 dist.irecv(rows[distance : distance + num_rows], (rank + distance) % len(rows), tag=tag)
                 for distance, num_rows in plan_gather(len(rows))
-            ]
-            self._receives = _list_works(receives)
+            )
 
     def run(self, tag: int) -> Messages:
         rows, rank = self._rows, self.space.rank

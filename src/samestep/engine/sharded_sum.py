@@ -53,11 +53,6 @@ class ChunkSum:
         # A view would keep all rows.
         self.sums[num_kept:] = [total.clone() for total in self.sums[num_kept:]]
 
-    @property
-    def total(self) -> Tensor | None:
-        """The sum of all micro-batches; None if none was added."""
-        return self.sums[0] if self.sums else None
-
 
 class ChunkExchange:
     """Brings each rank its chunk of the gradients of a round: one micro-batch of each rank.
@@ -261,8 +256,8 @@ class ShardedSum:
                 'parameters and gradients were mixed up: with shard="fsdp2", use the same parts in every micro-batch',
                 code="SS609",
             )
-        for unit, numbers, each_sum in zip(self._models.units, self._numbers, self._sums, strict=True):
-            if (total := each_sum.total) is not None:
+        for unit, numbers, folded in zip(self._models.units, self._numbers, self._sums, strict=True):
+            for total in folded.sums:  # one, or none if no micro-batch was added
                 for i, own in zip(numbers, unit.split(total.to(unit.dtype)), strict=True):
                     if i is not None:
                         sums[i] = own

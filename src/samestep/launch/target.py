@@ -15,7 +15,7 @@ from samestep.cli import Command, build_options, take_values
 from samestep.config import OPTIONS, Option, whole
 from samestep.errors import Error
 from samestep.files import read_text
-from samestep.plan.sizes import check_positive
+from samestep.plan.tree import check_positive
 
 # Of samestep itself. -P: a file in the working directory, such as a run's, must not shadow a module of Python.
 COMMAND = (sys.executable, "-P", "-m", "samestep")

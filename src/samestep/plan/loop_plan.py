@@ -11,8 +11,7 @@ from samestep.errors import InvalidValue
 from samestep.plan.ledger import combine, fingerprint
 from samestep.plan.order import Indices, Order, build_order
 from samestep.plan.seeds import derive
-from samestep.plan.sizes import Span, check_numbers, check_positive
-from samestep.plan.tree import Layout, build_layout
+from samestep.plan.tree import Layout, Span, build_layout, check_numbers, check_positive
 
 STREAM_LENGTH = 1 << 62  # the length of a stream, whose end is not known
 
@@ -266,15 +265,14 @@ class LoopPlan:
         return self.find_order or lru_cache(maxsize=2)(self._build_order)
 
     def _build_order(self, epoch: int) -> Order:
-        sizes = self.shard_sizes
-        return build_order(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle, shard_sizes=sizes)
+        return build_order(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle, shard_sizes=self.shard_sizes)
 
     # --- ranks and their loaders ------------------------------------------------------------------------------
 
     def task(self, step: int, v: int) -> Task:
         """Return the task of micro-batch v of a step."""
-        seed = derive(self.seed, "data", step=step, micro_batch=v)
-        return Task(self.indices(self.micro_batches(step)[v]), seed, (step, v))
+        indices = self.indices(self.micro_batches(step)[v])
+        return Task(indices, derive(self.seed, "data", step=step, micro_batch=v), (step, v))
 
     def tasks(
         self,

@@ -5,7 +5,6 @@ The state is what a rank holds from step to step, with the gradients: parameters
 partial sums of a step with several micro-batches, and copies for snapshots.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -126,10 +125,9 @@ def _divide(num_bytes: int, num_rows: int, world_size: int) -> int:
 
 
 def _find_gathered(sizes: Sequence[ParamSize]) -> int:
-    blocks: dict[int, int] = defaultdict(int)
-    outside = [each for each in sizes if each.block == OUTSIDE]
+    blocks = {OUTSIDE: 0}
+    outside_bytes = sum(each.num_bytes for each in sizes if each.block == OUTSIDE)
     for each in sizes:
-        if each.block != OUTSIDE:
-            blocks[each.block] += each.num_bytes + each.gradient_bytes
-    last = sum(each.gradient_bytes for each in outside)
-    return sum(each.num_bytes for each in outside) + max([last, *blocks.values()])
+        own_bytes = 0 if each.block == OUTSIDE else each.num_bytes
+        blocks[each.block] = blocks.get(each.block, 0) + own_bytes + each.gradient_bytes
+    return outside_bytes + max(blocks.values())

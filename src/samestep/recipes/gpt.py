@@ -141,8 +141,7 @@ class SelfAttention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        out: Tensor = F.dropout(self.c_proj(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
-        return out
+        return F.dropout(self.c_proj(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
 
 class MLP(nn.Module):

@@ -88,14 +88,14 @@ def decode(path: Path) -> Image.Image:
         ) from error
 
 
+@dataclass(frozen=True)
 class Images(Dataset[tuple[Tensor, int]]):
     """Images (3, size, size) as bytes, and their classes. Training takes random crops, mirrored if `has_flips`."""
 
-    def __init__(self, entries: list[Entry], size: int, *, is_training: bool, has_flips: bool = False) -> None:
-        self.entries = entries
-        self.size = size
-        self.is_training = is_training
-        self.has_flips = has_flips
+    entries: list[Entry]
+    size: int
+    is_training: bool
+    has_flips: bool = False
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -175,18 +175,16 @@ class ResidualBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = Convolution(width, width, 3, padding=1, bias=False)
         self.bn2 = LastNorm(width)
-        self.downsample = build_shortcut(num_inputs, width, stride)
+        if stride == 1 and num_inputs == width:
+            self.downsample = nn.Sequential()
+        else:  # the shape changes
+            self.downsample = nn.Sequential(
+                Convolution(num_inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.bn1(self.conv1(x)))
         return torch.relu(self.bn2(self.conv2(y)) + self.downsample(x))
-
-
-def build_shortcut(num_inputs: int, num_outputs: int, stride: int) -> nn.Sequential:
-    """Build the shortcut of a block: a 1x1 convolution if the shape changes, else nothing."""
-    if stride == 1 and num_inputs == num_outputs:
-        return nn.Sequential()
-    return nn.Sequential(Convolution(num_inputs, num_outputs, 1, stride, bias=False), nn.BatchNorm2d(num_outputs))
 
 
 class ResNet(nn.Module):
@@ -263,8 +261,7 @@ def main(**options: Any) -> None:
 
     with run.sharded_init():
         model = ResNet(ARCHITECTURES[args.model], len(classes))
-    groups = group_by_decay(model, args.weight_decay)
-    optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(group_by_decay(model, args.weight_decay), lr=args.lr, momentum=0.9, nesterov=True)
     steps_per_epoch = math.ceil(len(train_entries) / run.batch_size)
     scheduler = build_schedule(optimizer, args.epochs * steps_per_epoch, steps_per_epoch)
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler, shard_blocks=[ResidualBlock])

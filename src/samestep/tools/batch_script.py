@@ -18,7 +18,7 @@ from samestep.config import OPTIONS, Option, format_flags, is_url, to_flags, who
 from samestep.errors import Error
 from samestep.launch.target import COMMAND, ScriptCommand, Target, check_target
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
-from samestep.plan.sizes import check_numbers
+from samestep.plan.tree import check_numbers
 from samestep.version import __version__
 from samestep.world.environment import FIRST_PORT, NUM_PORTS, SECRET, START_AGAIN, read_overrides
 

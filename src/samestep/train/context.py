@@ -17,8 +17,7 @@ from samestep.data.lanes import LanePosition, Lanes
 from samestep.engine.precision import MixedPrecision
 from samestep.errors import InvalidType, RunDirectoryError, UsageError
 from samestep.plan.loop_plan import LoopPlan
-from samestep.plan.sizes import check_numbers, default_micro_batch_size
-from samestep.plan.tree import Layout, build_layout
+from samestep.plan.tree import Layout, build_layout, check_numbers, default_micro_batch_size
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different

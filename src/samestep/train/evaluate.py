@@ -14,13 +14,11 @@ from torch import Tensor
 from samestep.data.loader import Loader, seed_all, to_device
 from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, read_data_arguments
-from samestep.engine.control import average_weighted
-from samestep.engine.host_copies import read_later
+from samestep.engine.control import average_weighted, read_later
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
-from samestep.plan.sizes import Span, check_positive
-from samestep.plan.tree import Layout
+from samestep.plan.tree import Layout, Span, check_positive
 from samestep.train.context import RunContext
 from samestep.train.guards import Call, wait_for_call
 from samestep.train.prepared import Prepared

@@ -27,7 +27,7 @@ from samestep.files import read_bytes
 from samestep.hashing import hash_bytes, hash_content
 from samestep.plan.loop_plan import Task
 from samestep.plan.seeds import derive
-from samestep.plan.sizes import describe_division
+from samestep.plan.tree import describe_division
 from samestep.processes import run_captured
 from samestep.snapshot.logs import Heal
 from samestep.train.context import LoopKind, RunContext

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samestep.config import OPTIONS, ExchangeDtype, Precision, Shard, whole
 from samestep.console import hide_secrets
 from samestep.data.loader import seed_all
-from samestep.engine.gradient_norm import clip_with_norm, compute_total_norm
+from samestep.engine.ownership import clip_with_norm, compute_total_norm
 from samestep.engine.precision import MixedPrecision
 from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.seeds import derive

@@ -18,7 +18,7 @@ from samestep.engine.passes import Gradients, PassAttempt, Reduced
 from samestep.errors import Error, InvalidType, NotHealed, UsageError
 from samestep.hashing import hash_content
 from samestep.plan.ledger import combine
-from samestep.plan.sizes import Span
+from samestep.plan.tree import Span
 from samestep.train.context import RunContext
 from samestep.watch.beats import PhaseClock
 from samestep.world.group import may_be_death

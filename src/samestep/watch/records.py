@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
 from samestep.decoding import Argument, Count, Number, Object, Size, convert, decode, parse_json
 from samestep.files import open_regular, read_bytes
-from samestep.plan.sizes import MAX_MICRO_BATCHES
+from samestep.plan.tree import MAX_MICRO_BATCHES
 from samestep.watch.beats import Beat
 from samestep.world.environment import FAILURE, read_host
 

@@ -16,7 +16,7 @@ from samestep.errors import Error
 from samestep.files import open_workdir
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.launch.target import ScriptCommand, Target, check_target, parse_sizes
-from samestep.plan.sizes import check_numbers
+from samestep.plan.tree import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.plain import run_plain
 from samestep.tools.verify.runs import DRIFT, DRIFTED, Difference, Setup, Trial, explain, find_difference, run_trial
