@@ -40,16 +40,21 @@ def test_the_newest_report_counts(launcher: Reports) -> None:
 
 def test_ranks_that_report_at_the_same_time(launcher: Reports) -> None:
     """No report overwrites another one."""
+    begin, is_begun = os.pipe()
     pids = []
-    for first in range(0, 2000, 500):
+    for first in range(0, 4000, 1000):
         if (pid := os.fork()) == 0:
-            for number in range(first, first + 500):
+            os.close(is_begun)
+            os.read(begin, 1)  # until the pipe is closed
+            for number in range(first, first + 1000):
                 report(Result(number, b"value"))
             os._exit(0)
         pids.append(pid)
+    os.close(begin)
+    os.close(is_begun)
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
     launcher.read()
-    assert len(launcher.results) == 2000
+    assert len(launcher.results) == 4000
 
 
 def test_a_rank_that_is_killed_while_it_reports(launcher: Reports) -> None:
