@@ -232,7 +232,7 @@ PLANTED = (
     ),
     Planted(
         "a snapshot does not know all rows of its step", METRICS, "snapshot/run_directory.py",
-        '"metrics_bytes": metrics_bytes', '"metrics_bytes": max(0, metrics_bytes - 1)',
+        '"metrics_bytes": metrics.flush()', '"metrics_bytes": max(0, metrics.flush() - 1)',
     ),
     Planted(
         "run.state is not restored", RESUME, "train/prepared.py",

@@ -110,8 +110,9 @@ class Staging:
             if key in kept:
                 self._buffers[key] = kept[key]
             else:  # pinned: otherwise copies from a GPU would be synchronous
-                buffer = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
-                self._buffers[key] = buffer
+                self._buffers[key] = torch.empty_like(
+                    tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda
+                )
         return {name: buffer for (name, *_), buffer in self._buffers.items()}
 
 
@@ -276,8 +277,13 @@ class Inspection:
                 code="SS206",
             )
         if self._names:
-            names = [name for name in reversed(self._names.values()) if name in self._checksums]
-            self._compare({name: self._checksums[name] & _MASK for name in names})
+            self._compare(
+                {
+                    name: self._checksums[name] & _MASK
+                    for name in reversed(self._names.values())
+                    if name in self._checksums
+                }
+            )
 
 
 def locate(tensor: Tensor) -> int:

@@ -81,9 +81,14 @@ def _copy(path: Path, snapshot: Snapshot, saved: SavedState, directory: RunDirec
     structure, tensors = encode(contents)
     store = directory.store
     draft = store.begin(snapshot.step, None)
-    own = store.prepare(draft, tensors)
-    meta = {**meta, "numbers": directory.record["numbers"], "rewinds": 0}
-    store.commit(draft, own, structure, step=snapshot.step, name=None, meta=meta)
+    store.commit(
+        draft,
+        store.prepare(draft, tensors),
+        structure,
+        step=snapshot.step,
+        name=None,
+        meta={**meta, "numbers": directory.record["numbers"], "rewinds": 0},
+    )
 
 
 def split_source(source: str) -> tuple[str, int | str]:
@@ -170,8 +175,11 @@ def _find_begin(
         return number, step, plan.next_epoch(step), done + step - plan.first_step
     epoch = plan.epochs_done(step)
     if epoch is None:
-        ends = [each for each in store.snapshots() if each.problem is None and each.step >= plan.first_step]
-        steps = [each.step for each in ends if plan.epochs_done(each.step) is not None]
+        steps = [
+            each.step
+            for each in store.snapshots()
+            if each.problem is None and each.step >= plan.first_step and plan.epochs_done(each.step) is not None
+        ]
         instead = f"--continue-from {called}@{max(steps)}" if steps else "the run's own numbers until its epoch ends"
         raise InvalidValue(
             f"step {step} of {called} is inside an epoch, where its samples cannot be divided anew into batches: use "

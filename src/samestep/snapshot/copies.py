@@ -116,8 +116,11 @@ class Copies:
         snapshot = point.snapshot
         if snapshot is None:
             return
-        pairs = zip(self._writers, contents, strict=True)
-        targets = [rank for rank, each in pairs if each.found is None or not each.found.is_same(snapshot)]
+        targets = [
+            rank
+            for rank, each in zip(self._writers, contents, strict=True)
+            if each.found is None or not each.found.is_same(snapshot)
+        ]
         if not targets:
             return
         sender = [self._writers[source]]
@@ -217,5 +220,8 @@ def _adopt(names: Sequence[str], snapshot: Snapshot, directory: RunDirectory) ->
                 os.rename(directory.store.inbox / path.name, partial_path)  # noqa: TID251 whole, on one file system
     directory.read_record()
     if problem := directory.store.adopt(snapshot):
-        where = f"the copy of {directory.store.path / snapshot.path.name} from another node"
-        raise RunDirectoryError(f"{where} is damaged ({problem}): start again", code="SS410")
+        raise RunDirectoryError(
+            f"the copy of {directory.store.path / snapshot.path.name} from another node is damaged ({problem}): start "
+            "again",
+            code="SS410",
+        )

@@ -336,8 +336,7 @@ class Location:
             self.directory.store.prune(self._config.keep_last)
         except OSError as error:
             self.warn(f"old snapshots could not be removed ({error}): the run continues")
-        problem = "" if order.is_last else self._push()  # `end` uploads the last one
-        if problem:
+        if not order.is_last and (problem := self._push()):  # `end` uploads the last one
             self.warn(f"the snapshot of step {order.step} {problem}, and the run continues")
 
     def abort(self, order: SnapshotOrder) -> None:
@@ -390,8 +389,7 @@ class Location:
         except (Error, OSError) as error:
             raise NotHealed(f"no other rank can write the run ({error})") from error
         self.kept = None
-        problem = "" if is_in_loop else self._push()  # what the other rank was uploading at the end
-        if problem:
+        if not is_in_loop and (problem := self._push()):  # what the other rank was uploading at the end
             raise NotHealed(f"the snapshot of step {steps_done} {problem}")
 
     # --- end --------------------------------------------------------------------------------------------------

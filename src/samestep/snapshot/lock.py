@@ -109,9 +109,9 @@ def detach(path: Path) -> None:
 
 def explain_takeover(directory: object, token: bytes) -> RunDirectoryError:
     """Return the error for a writer of a directory or URL that finds the token of another process there."""
-    holder = _name_holder(token)
     return RunDirectoryError(
-        f"the run in {directory} was taken over by {holder}: this process ends, and leaves the files as they are",
+        f"the run in {directory} was taken over by {_name_holder(token)}: this process ends, and leaves the files as "
+        "they are",
         code="SS402",
     )
 

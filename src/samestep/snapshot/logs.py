@@ -122,12 +122,10 @@ class StepRecords:
             get_entry: returns the record; None if the run has ended before it was known.
             is_late: call `get_entry` at the next call or `record_last`, so that it does not wait.
         """
-        if self._get_entry is not None:
+        self.record_last()
+        self._get_entry = get_entry
+        if not is_late:
             self.record_last()
-        if is_late:
-            self._get_entry = get_entry
-        elif (entry := get_entry()) is not None:
-            self._record(entry)
 
     def record_last(self) -> None:
         """Record a step that waits."""
@@ -148,8 +146,7 @@ def format_row(row: Mapping[str, Any]) -> bytes:
     "nan", "inf" and "-inf". One-element tensors and NumPy scalars become Python numbers (for a CUDA tensor this
     synchronizes with the device). Other types become their str.
     """
-    values = {str(key): _to_scalar(value) for key, value in row.items()}
-    return json.dumps(values, allow_nan=False).encode() + b"\n"
+    return json.dumps({str(key): _to_scalar(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
 
 
 def _to_scalar(value: Any) -> str | int | float | bool | None:

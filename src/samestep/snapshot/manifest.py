@@ -69,8 +69,7 @@ def build_manifest(
         "files": files,
         "meta": meta,
     }
-    manifest: dict[str, Any] = parse_json(json.dumps(written, allow_nan=False))  # as a reader parses it
-    return seal(manifest)
+    return seal(parse_json(json.dumps(written, allow_nan=False)))  # as a reader parses it
 
 
 def name_part(rank: int) -> str:

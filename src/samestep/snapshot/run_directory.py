@@ -174,9 +174,10 @@ class RunDirectory(StepRecords):
         """
         steps = [each.step for each in (*self.store.snapshots(), *self.store.remote)]
         if resume is None and steps:
-            ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
             raise RunDirectoryError(
-                f"{self.named} already has snapshots and resume is never: start with {ways}", code="SS406"
+                f"{self.named} already has snapshots and resume is never: start with {advise(resume='latest')}, or "
+                f"{advise(fresh=True)}",
+                code="SS406",
             )
         content = CopyContent(max(steps, default=0), count_records(self.path / LEDGER))
         if resume is None:
@@ -231,8 +232,7 @@ class RunDirectory(StepRecords):
             with suppress(OSError):
                 self._overwrite_status({**status, "steps": 0})
         metrics, ledger = self._open_logs()
-        num_recorded = max(ledger.flush() // LEDGER_RECORD.size, point.num_recorded)
-        self._lost_steps = max(num_recorded - step, 0)
+        self._lost_steps = max(ledger.flush() // LEDGER_RECORD.size, point.num_recorded, step) - step
         for log, size in ((metrics, point.metrics_bytes), (ledger, step * LEDGER_RECORD.size)):
             if not log.cut(size):
                 self._warn(f"{log.path} is shorter than when step {step} was saved: a part of it is missing")
@@ -242,9 +242,10 @@ class RunDirectory(StepRecords):
         return num_bytes
 
     def _open_logs(self) -> tuple[AppendLog, AppendLog]:
-        metrics = AppendLog(self.path / METRICS, self._warn, flush_s=METRICS_FLUSH_S)
-        ledger = AppendLog(self.path / LEDGER, self._warn, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
-        self._logs = metrics, ledger
+        self._logs = (
+            AppendLog(self.path / METRICS, self._warn, flush_s=METRICS_FLUSH_S),
+            AppendLog(self.path / LEDGER, self._warn, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size),
+        )
         return self._logs
 
     def continue_start(self, start: int, kept: KeptLogs, steps_done: int, *, is_in_loop: bool) -> None:
@@ -278,16 +279,18 @@ class RunDirectory(StepRecords):
         path = self.path / RESTARTS
         before = read_status(self.path)
         if before or restart is not None:
-            row = {
-                "time": _now(),
-                "restart": count_lines(path) + 1,
-                "reason": restart.reason if restart is not None else _describe_end(before),
-                "rank": restart.rank if restart is not None else before.get("rank"),
-                "from_step": from_step,
-                "lost_steps": self._lost_steps,
-                "world_size": world_size,
-            }
-            self._add_line(path, row)
+            self._add_line(
+                path,
+                {
+                    "time": _now(),
+                    "restart": count_lines(path) + 1,
+                    "reason": restart.reason if restart is not None else _describe_end(before),
+                    "rank": restart.rank if restart is not None else before.get("rank"),
+                    "from_step": from_step,
+                    "lost_steps": self._lost_steps,
+                    "world_size": world_size,
+                },
+            )
         self.write_status("running", "")
 
     def write_heal(self, heal: Heal) -> None:
@@ -297,8 +300,17 @@ class RunDirectory(StepRecords):
         with suppress(OSError):  # `_add_line` then warns
             rows = [row for row in read_rows(path) if row.get("start") == self._start]
         if lost := [rank for rank in heal.lost if not any(rank in row["lost"] for row in rows)]:
-            row = {"time": _now(), "start": self._start, "step": heal.step, "lost": lost}
-            self._add_line(path, {**row, "world_size": heal.world_size, "seconds": round(heal.seconds, 3)})
+            self._add_line(
+                path,
+                {
+                    "time": _now(),
+                    "start": self._start,
+                    "step": heal.step,
+                    "lost": lost,
+                    "world_size": heal.world_size,
+                    "seconds": round(heal.seconds, 3),
+                },
+            )
 
     def _add_line(self, path: Path, row: Mapping[str, Any]) -> None:
         try:
@@ -317,8 +329,15 @@ class RunDirectory(StepRecords):
         """
         if self._logs is None:
             return
-        process = {"host": read_host(), "process": os.getpid(), "start": self._start}
-        now = {"status": status, "reason": reason, "time": _now(), **process, "lost": self.lost}
+        now = {
+            "status": status,
+            "reason": reason,
+            "time": _now(),
+            "host": read_host(),
+            "process": os.getpid(),
+            "start": self._start,
+            "lost": self.lost,
+        }
         now |= {name: value for name, value in (end or {}).items() if value}
         with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over
             self.check()
@@ -394,10 +413,9 @@ class RunDirectory(StepRecords):
         self.check()
         self.record_last()
         ledger.flush()
-        metrics_bytes = metrics.flush()
         return {
             "epoch": epoch,
-            "metrics_bytes": metrics_bytes,
+            "metrics_bytes": metrics.flush(),
             "world_size": world_size,
             "numbers": self.record["numbers"],
             "settings": self.record["settings"],

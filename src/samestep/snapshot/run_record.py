@@ -141,8 +141,9 @@ def open_run(run: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         known = explain(error)
         if known is not None and known.code == "SS113":  # from writing the output, or temporary files
             raise
-        where = f"{error.filename or run} cannot be read ({error.strerror})"
-        raise Error(f"{where}: fix that, or name another one", code="SS416") from None
+        raise Error(
+            f"{error.filename or run} cannot be read ({error.strerror}): fix that, or name another one", code="SS416"
+        ) from None
 
 
 def read_run(run: Path, called: object) -> dict[str, Any]:

@@ -118,13 +118,12 @@ def lay_out_tensors(
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in ordered:
-        start = end
-        end = start + tensor.nbytes
         header[name] = {
             "dtype": _CODES[_name_dtype(tensor.dtype)],
             "shape": list(tensor.shape),
-            "data_offsets": [start, end],
+            "data_offsets": [end, end + tensor.nbytes],
         }
+        end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, [name for name, _ in ordered]
@@ -336,16 +335,19 @@ class _Encoder:
             return self._encode_tensor(value, path)
         if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in _ARRAY_KINDS:
             data = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
-            array = {"dtype": value.dtype.str, "shape": list(value.shape), "bytes": self._encode_tensor(data, path)}
-            return {KIND: "array" if kind is np.ndarray else "scalar", **array}
+            return {
+                KIND: "array" if kind is np.ndarray else "scalar",
+                "dtype": value.dtype.str,
+                "shape": list(value.shape),
+                "bytes": self._encode_tensor(data, path),
+            }
         raise _refusal(path, f"a {kind.__qualname__}" + (f" of {value.dtype}" if hasattr(value, "dtype") else ""))
 
     def _encode_dict(self, value: dict[Any, Any], path: _Path) -> Any:
         """Return a dict as JSON. Subclasses are lost, except for Counter and the versions in a model's state_dict."""
         versions = getattr(value, "_metadata", None)  # of the modules; load_state_dict reads them
         is_counter = isinstance(value, Counter)
-        is_plain = versions is None and not is_counter and KIND not in value
-        if is_plain and all(type(key) is str for key in value):
+        if versions is None and not is_counter and KIND not in value and all(type(key) is str for key in value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         items = [[self._encode_key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
         if versions is not None:

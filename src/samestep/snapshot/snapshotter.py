@@ -346,8 +346,11 @@ class Snapshotter:
         try:
             if directory is not None:
                 structure, tensors = encode(state.contents, state.is_mine)
-                epoch = state.contents["position"]["epoch"]
-                meta = directory.mark(epoch=epoch, world_size=self._location.group.world_size, notes=state.notes)
+                meta = directory.mark(
+                    epoch=state.contents["position"]["epoch"],
+                    world_size=self._location.group.world_size,
+                    notes=state.notes,
+                )
                 order = replace(order, structure=structure, tensors=tensors, meta=meta)
             elif self._location.is_divided:
                 _, tensors = encode({"objects": state.contents["objects"]}, state.is_mine)
@@ -420,8 +423,10 @@ class Snapshotter:
         failed = next((rank for rank, failure in enumerate(failures) if failure), None)
         writer.handle(Event.WRITTEN if failed is None else Event.FAILED)
         if failed is not None:
-            why = f"{name_part(failed)} is missing: rank {failed} could not write it ({failures[failed]})"
-            self._report(writer.order, OSError(why))
+            self._report(
+                writer.order,
+                OSError(f"{name_part(failed)} is missing: rank {failed} could not write it ({failures[failed]})"),
+            )
 
     def wait_until_written(self) -> None:
         """Wait until all snapshots are written. All ranks call this. Errors as for `join_copy`."""
@@ -438,11 +443,12 @@ class Snapshotter:
         if None in order.names:
             self.saved_step = None
             self._is_wanted = True
-        late = (
+        warn(
+            self._say,
             f"the snapshot of step {order.step} is taken one step later: the model or an optimizer was changed between "
-            "that step and the next update; from now on, what was changed is copied before the step continues"
+            "that step and the next update; from now on, what was changed is copied before the step continues",
+            start="the snapshot of step",
         )
-        warn(self._say, late, start="the snapshot of step")
 
     def _collect(self) -> None:
         """Report the result of a writer that has ended."""

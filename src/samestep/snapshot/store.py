@@ -175,8 +175,11 @@ class Store:
         if which == "latest":
             if not problem:
                 return None
-            advice = f"restore one from a backup, or start with {advise(fresh=True)}"
-            raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}", code="SS410")
+            raise RunDirectoryError(
+                f"no snapshot in {where} can be used ({problem}): restore one from a backup, or start with "
+                f"{advise(fresh=True)}",
+                code="SS410",
+            )
         sound = [each for each in (*self.remote, *self.snapshots()) if each.problem is None]
         others = ", ".join(dict.fromkeys(each.name or f"step {each.step}" for each in sound)) or "no other"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
@@ -218,9 +221,10 @@ class Store:
         except OSError:
             raise
         except Exception as error:  # the checksums are right, but samestep did not write this content
-            why = f"{type(error).__name__}: {error}"
             raise RunDirectoryError(
-                f"the snapshot {self._named / path.name} holds no state that can be read ({why})", code="SS410"
+                f"the snapshot {self._named / path.name} holds no state that can be read ({type(error).__name__}: "
+                f"{error})",
+                code="SS410",
             ) from None
         return saved
 
