@@ -36,7 +36,7 @@ class LoopKind(Enum):
 
     PAST = auto()  # it had ended
     RESUMED = auto()  # it begins or continues there: the first loop of this start that has steps
-    FURTHER = auto()  # it begins after the resumed loop
+    FURTHER = auto()  # it begins after the resumed loop, in this process
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,6 @@ class ScriptLoop:
     def is_past(self) -> bool:
         """Whether the loop has no step left."""
         return self.kind is LoopKind.PAST
-
-    @property
-    def is_further(self) -> bool:
-        """Whether an earlier loop of this process has run."""
-        return self.kind is LoopKind.FURTHER
 
 
 class MetricsTally:
@@ -107,8 +102,10 @@ class MetricsTally:
         """Restore `state_dict`. An empty state is from a snapshot without a tally."""
         self.num_skipped = state.get("num_skipped", 0)
         self.epoch = state.get("epoch", -1)
-        sums = state.get("sums", {})
-        self._sums = {name: (float.fromhex(total), float.fromhex(weight)) for name, (total, weight) in sums.items()}
+        self._sums = {
+            name: (float.fromhex(total), float.fromhex(weight))
+            for name, (total, weight) in state.get("sums", {}).items()
+        }
 
 
 class RunState:
@@ -288,7 +285,7 @@ class RunState:
         if directory is None:
             return
         recorded = directory.record.get("loops", [])
-        loops = recorded if loop.is_further else recorded[: self._num_past]
+        loops = recorded if loop.kind is LoopKind.FURTHER else recorded[: self._num_past]
         numbers = {"first_step": data.plan.first_step, "first_epoch": data.plan.first_epoch, **data.numbers}
         if 0 < loop.number <= len(loops):
             if different := find_different(loops[loop.number - 1], numbers):

@@ -110,8 +110,12 @@ def keeping_generators() -> Iterator[None]:
 
 
 def _read_states() -> tuple[Any, ...]:
-    on_gpus = [generator.get_state() for generator in _list_gpu_generators()]
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_gpus
+    return (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        [generator.get_state() for generator in _list_gpu_generators()],
+    )
 
 
 def _set_states(states: tuple[Any, ...]) -> None:

@@ -174,8 +174,9 @@ class DividedOptimizers(DividedState):
                 for path, param in params.items()
                 if param in states and self.ownership.counts(param)
             }
-        outline = tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, own)
-        of_ranks = self._group.gather(outline)
+        of_ranks = self._group.gather(
+            tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, own)
+        )
         of_ranks[self._group.rank] = own
         return of_ranks
 

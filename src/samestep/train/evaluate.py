@@ -79,9 +79,8 @@ class Evaluator:
         while True:
             layout = self.context.build_layout(len(spans))
             failure: Exception | None = None
-            outcome: tuple[str, Any]
             try:
-                outcome = "value", self._score(score, spec, spans, layout)
+                outcome: tuple[str, Any] = "value", self._score(score, spec, spans, layout)
             except Exception as error:  # the script may catch it, so the other ranks must not wait for this one
                 if self.prepared.gradients.plan.models is not None:  # they wait inside of the model
                     raise

@@ -278,8 +278,10 @@ def wait_for_call(group: Group, call: Call, names: Sequence[str] = ()) -> None:
         rank = calls.index(named)
         other, others_call = next(each for each in enumerate(calls) if each[1] != named)
         does = f"has called {_NAMES[others_call]}" if others_call in _NAMES else "has not"
-        advice = _ADVICE.get(named, _OTHER_ADVICE)
-        raise UsageError(f"rank {rank} has called {_NAMES[named]}, and rank {other} {does}: {advice}", code="SS501")
+        raise UsageError(
+            f"rank {rank} has called {_NAMES[named]}, and rank {other} {does}: {_ADVICE.get(named, _OTHER_ADVICE)}",
+            code="SS501",
+        )
     if len({*marks}) > 1:
         other = next(rank for rank, mark in enumerate(marks) if mark != marks[0])
         raise UsageError(

@@ -12,7 +12,7 @@ from samestep.errors import Error, UsageError
 from samestep.launch.rank_reports import LoopState, report
 from samestep.plan.seeds import derive
 from samestep.snapshot.async_copy import TrainingState
-from samestep.train.context import MetricsTally, RunContext
+from samestep.train.context import LoopKind, MetricsTally, RunContext
 from samestep.train.feed import Feed
 from samestep.train.guards import Call, list_stable, wait_for_call
 from samestep.train.prepared import Prepared
@@ -225,7 +225,7 @@ class Loop:
         location = context.location
         self._services.stopping.signals.listen()
         self._services.watchdog.begin()
-        if loop.is_further:
+        if loop.kind is LoopKind.FURTHER:
             location.write_status("running", "", None)
         elif location.directory is not None:
             location.directory.write_start(

@@ -168,9 +168,9 @@ def open_loop_data(
         if not isinstance(arguments.get(name), bool | None):
             raise InvalidValue(f"{name} must be True or False, not {arguments[name]!r}", code="SS101")
     if sampler is not None and not callable(sampler):
-        kind = type(sampler).__name__
         raise InvalidType(
-            f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}",
+            "sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a "
+            f"{type(sampler).__name__}",
             code="SS102",
         )
     if sampler is not None and arguments.get("shuffle"):

@@ -87,9 +87,8 @@ class RunMetrics(StepObserver):
         if is_divided or location.directory or location.kept:
             own = compute_checksum([*map(read_grad, plan.params)], step.number)
             step.result.checksums.append(self.partial_checksums.add(own) if is_divided else own)
-        every = self._context.config.log_every
         steps_done = step.number + 1
-        self._is_logged = every.is_due(steps_done, self._plan.epochs_done(steps_done))
+        self._is_logged = self._context.config.log_every.is_due(steps_done, self._plan.epochs_done(steps_done))
         if self._is_logged:
             self._rates = learning_rates(self._prepared.objects)
 

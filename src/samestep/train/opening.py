@@ -38,7 +38,7 @@ from samestep.train.interception import Interceptor, LoopParts, measure_sizes
 from samestep.train.loop import Loop
 from samestep.train.loop_data import LoopData
 from samestep.train.prepared import Prepared
-from samestep.train.step import Observers, StepObserver, list_borrowed
+from samestep.train.step import Observers, list_borrowed
 from samestep.train.stopping import Services
 from samestep.version import __version__
 from samestep.watch.trackers import TrackerInfo
@@ -63,8 +63,9 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
             'shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"', code="SS608"
         )
     wait_for_call(context.group, Call.LOOP)
-    lengths = {"the number of steps": data.planned, "the length of the data set": data.plan.length}
-    context.group.agree(data.numbers | lengths)
+    context.group.agree(
+        {**data.numbers, "the number of steps": data.planned, "the length of the data set": data.plan.length}
+    )
     info = None
     if state.is_before_loops:
         info = _record_start(data, context, prepared)
@@ -88,7 +89,7 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
     _begin_healing(context, feed, services, interceptors)
     if not state.loop.is_past:
         prepared.misuse.begin_loop()
-        if not state.loop.is_further:
+        if state.loop.kind is not LoopKind.FURTHER:
             _announce(data, context, prepared, is_ending=is_ending)
         services.metrics.start(data.num_epochs)
     return loop
@@ -122,8 +123,10 @@ def _build_observers(data: LoopData, context: RunContext, prepared: Prepared, se
     )
     for interceptor in prepared.interceptors:
         interceptor.begin_loop(parts)
-    observers: list[StepObserver] = [prepared.parameters, services.metrics, services.stopping, prepared.misuse]
-    return Observers([*observers, *prepared.interceptors], prepared.interceptors)
+    return Observers(
+        [prepared.parameters, services.metrics, services.stopping, prepared.misuse, *prepared.interceptors],
+        prepared.interceptors,
+    )
 
 
 def _announce(data: LoopData, context: RunContext, prepared: Prepared, *, is_ending: bool) -> None:
@@ -221,14 +224,19 @@ def _record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tr
         config=context.script_config,
     )
     context.location.begin(prepared.point, options)
-    versions = {"samestep": __version__, "python": platform.python_version(), "torch": machine["torch"]}
     return TrackerInfo(
         "" if path is None else path.name,
         path,
         context.script_config,
         0,
         options=context.config.identity(),
-        environment=versions | {"device": machine["device"], "world_size": context.world_size},
+        environment={
+            "samestep": __version__,
+            "python": platform.python_version(),
+            "torch": machine["torch"],
+            "device": machine["device"],
+            "world_size": context.world_size,
+        },
         git_commit=git.get("commit", ""),
         git_is_dirty=git.get("is_dirty", False),
         data=tuple(samples),
@@ -268,8 +276,7 @@ def describe_script() -> dict[str, Any]:
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     with suppress(OSError):
         if file is not None:
-            content = read_bytes(Path(file), is_given=True)
-            sha256 = hash_bytes(content)[:16]
+            sha256 = hash_bytes(read_bytes(Path(file), is_given=True))[:16]
             return {"file": Path(file).name, "sha256": sha256, "arguments": sys.argv[1:]}
     return {}
 
@@ -373,8 +380,9 @@ def read_samples(spec: DataSpec, seed: int) -> list[str]:
 
     A hash is "" for a sample that cannot be read, contains no numbers, or differs when it is read again.
     """
-    indices = [index for index in _choose(spec) for _ in range(2)]
-    tasks = [Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in indices]
+    tasks = [
+        Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in _choose(spec) for _ in range(2)
+    ]
     hashes = [*_read_hashes(spec, tasks)]
     return [one if one == again else "" for one, again in zip(hashes[::2], hashes[1::2], strict=True)]
 

@@ -95,10 +95,14 @@ class SnapshotContents:
             state: `run.state`.
             objects: the objects' states.
         """
-        frozen = {"frozen": self._list_frozen(), "frozen_at_start": self._frozen_at_start}
         return {
             "objects": objects,
-            "position": {**position, **frozen, "precision": self._precision.state_dict()},
+            "position": {
+                **position,
+                "frozen": self._list_frozen(),
+                "frozen_at_start": self._frozen_at_start,
+                "precision": self._precision.state_dict(),
+            },
             "state": state,
         }
 
@@ -202,8 +206,7 @@ class Prepared:
 
         Tensors of no prepared model are last, in their order.
         """
-        last = len(self.order)
-        return sorted(params, key=lambda param: self.order.get(id(param), last))
+        return sorted(params, key=lambda param: self.order.get(id(param), len(self.order)))
 
     def collect_states(self) -> dict[str, Any]:
         """Return the objects' states, whole on rank 0. On all ranks."""

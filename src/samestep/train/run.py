@@ -486,8 +486,7 @@ class Run:
             {'mean': 2.5, 'all': [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
-        evaluator = Evaluator(self._context, self._check_prepared("run.evaluate"), self._services)
-        return evaluator.evaluate(
+        return Evaluator(self._context, self._check_prepared("run.evaluate"), self._services).evaluate(
             score, data, collate_fn=collate_fn, num_workers=num_workers, micro_batch_size=micro_batch_size
         )
 

@@ -101,8 +101,6 @@ def list_borrowed(interceptors: Sequence[StepInterceptor], step: int, num_micro_
     return [v for each in interceptors for v in each.borrow(step, num_micro_batches)]
 
 
-Event = Callable[..., object]
-
 read_fingerprint: Callable[[MicroBatchReport], int] = attrgetter("fingerprint")
 
 
@@ -114,7 +112,7 @@ class Observers:
     """
 
     def __init__(self, observers: Sequence[StepObserver], interceptors: Sequence[StepInterceptor]) -> None:
-        def join(event: str) -> Event:
+        def join(event: str) -> Callable[..., object]:
             default = getattr(StepObserver, event)
             calls = [getattr(each, event) for each in observers if getattr(type(each), event) is not default]
 
@@ -414,8 +412,9 @@ class Step:
             try:
                 self._loaded[v] = self._parts.load(self.number, v)
             except Error as error:
-                where = f"step {self.number}"
-                raise locate_error(error, context.location.logs, context.rank, where) from error.__cause__
+                raise locate_error(
+                    error, context.location.logs, context.rank, f"step {self.number}"
+                ) from error.__cause__
         return to_device(self._loaded[v].batch, context.device, non_blocking=True)
 
     def _load_again(self) -> None:

@@ -139,9 +139,9 @@ class Decision(NamedTuple):
         is_written: whether all ranks have written what they store of a snapshot.
     """
 
-    signal: int = 0
-    saves: bool = False
-    is_written: bool = False
+    signal: int
+    saves: bool
+    is_written: bool
 
 
 def decide(votes: Sequence[Vote]) -> Decision:

@@ -65,9 +65,8 @@ class Watchdog(PhaseClock, Held):
     def change_group(self) -> None:
         """Exchange heartbeats with the ranks that the group has now."""
         if self._heartbeat is not None:
-            earlier = self._heartbeat
-            earlier.close(is_last=False)
-            self._start_heartbeat(earlier.limits)
+            self._heartbeat.close(is_last=False)
+            self._start_heartbeat(self._heartbeat.limits)
 
     def _start_heartbeat(self, limits: Limits) -> None:
         context = self._context
