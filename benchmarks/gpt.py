@@ -51,8 +51,7 @@ import samestep
 from samestep.data.loader import Loader
 from samestep.data.spec import DataSpec
 from samestep.plan.loop_plan import Task
-from samestep.plan.order import build_order
-from samestep.plan.seeds import derive
+from samestep.plan.order import build_order, derive
 from samestep.recipes import build_schedule, gpt
 from samestep.recipes.gpt import GPT2, PRESETS, GPT2Config
 from samestep.sources import TokenWindows

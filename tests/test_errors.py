@@ -22,7 +22,7 @@ from support.tiny import Pairs, Tiny
 from torch import Tensor
 
 import samestep
-from samestep.data.sample_errors import locate_error, pack
+from samestep.data.loader import locate_error, pack
 from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, add_code, explain
 from samestep.launch.rank_reports import MAX_REASON, build_failure
 from samestep.snapshot.mirror import Unreachable

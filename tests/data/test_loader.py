@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from samestep.data.loader import Loaded, Loader, seed_all, to_device
-from samestep.data.sample_errors import locate_error
+from samestep.data.loader import Loaded, Loader, locate_error, seed_all, to_device
 from samestep.data.spec import read_data_arguments
 from samestep.errors import Error, InvalidValue, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint

@@ -16,8 +16,7 @@ from samestep.engine import exchange, routes
 from samestep.engine.control import Vote
 from samestep.engine.exchange import Bucket, Exchange, build_buckets, choose_cap_bytes
 from samestep.engine.ownership import Ownership
-from samestep.engine.passes import Gradients, PassAttempt
-from samestep.engine.precision import MixedPrecision
+from samestep.engine.passes import Gradients, MixedPrecision, PassAttempt
 from samestep.engine.routes import ALIGN_BYTES
 from samestep.plan.tree import split
 from samestep.torch_internals import break_gloo_connections, list_gloo_sockets

@@ -10,7 +10,7 @@ import torch
 from support.tiny import tiny_run
 
 import samestep
-from samestep.engine.precision import MixedPrecision
+from samestep.engine.passes import MixedPrecision
 from samestep.train.determinism import read_float32_settings, use_tf32
 
 CPU = torch.device("cpu")

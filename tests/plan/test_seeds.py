@@ -2,7 +2,7 @@
 
 import itertools
 
-from samestep.plan.seeds import PURPOSES, derive
+from samestep.plan.order import PURPOSES, derive
 
 
 def test_places_and_purposes_differ() -> None:

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 import samestep
-from samestep.engine.precision import MixedPrecision
+from samestep.engine.passes import MixedPrecision
 from samestep.train.objects import Objects
 from samestep.train.prepared import SnapshotContents
 

@@ -70,11 +70,11 @@ PLANTED = (
         "len(cover(n, first, lo)) + 1 - len(", "len(cover(n, first, lo)) - len(",
     ),
     Planted(
-        "the seed of a micro-batch does not depend on the step", SAME_BITS, "plan/seeds.py",
+        "the seed of a micro-batch does not depend on the step", SAME_BITS, "plan/order.py",
         "_pack(seed & _MASK_64, step, pass_, micro_batch)", "_pack(seed & _MASK_64, 0, pass_, micro_batch)",
     ),
     Planted(
-        "the seed of a micro-batch does not depend on the pass", SAME_BITS, "plan/seeds.py",
+        "the seed of a micro-batch does not depend on the pass", SAME_BITS, "plan/order.py",
         "_pack(seed & _MASK_64, step, pass_, micro_batch)", "_pack(seed & _MASK_64, step, 0, micro_batch)",
     ),
     Planted(

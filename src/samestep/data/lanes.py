@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.data.loader import seed_all
-from samestep.data.sample_errors import describe_error
+from samestep.data.loader import describe_error, seed_all
 from samestep.data.spec import has_lanes
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.hashing import hash_content
 from samestep.plan.loop_plan import STREAM_LENGTH, Task
-from samestep.plan.seeds import derive
+from samestep.plan.order import derive
 from samestep.torch_internals import as_worker
 
 END = object()  # of an iterator

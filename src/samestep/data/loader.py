@@ -1,7 +1,7 @@
 """Loads micro-batches from sample indices, seeded per micro-batch. The result does not depend on the loading process.
 
 A `Loader` turns `Task`s into `Loaded` micro-batches of a `DataSpec`, in this process or in torch's DataLoader workers;
-`to_device` moves them.
+`to_device` moves them. An error of the data set or collate_fn becomes one sentence that names the sample.
 """
 
 import copy
@@ -10,12 +10,14 @@ import multiprocessing
 import os
 import random
 import signal
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from operator import methodcaller
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
-from samestep.data.sample_errors import WorkerFailure, explain, pack
 from samestep.data.spec import DataSpec
-from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
+from samestep.errors import KINDS, WORKER_ADVICE, Error, InvalidValue, WorkerDied, name_kind
+from samestep.files import open_regular
 from samestep.plan.ledger import fingerprint
 from samestep.plan.loop_plan import Task
 from samestep.processes import Held, die_with_parent, hold
@@ -49,6 +51,13 @@ class Loaded(NamedTuple):
     position: Any = None
 
 
+class WorkerFailure(NamedTuple):
+    """A DataLoader worker sends this instead of a micro-batch. torch's own wrapper would lose the cause."""
+
+    error: Error
+    worker_traceback: str
+
+
 # The part of random.seed for integers. The checks for other types take longer than the seeding.
 _python_random: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _python_random).seed
@@ -60,7 +69,7 @@ def seed_all(seed: int) -> None:
     Costs 5 us; torch.manual_seed alone would cost 220 us.
 
     Args:
-        seed: 63 well-mixed bits, as `plan.seeds.derive` returns.
+        seed: 63 well-mixed bits, as `plan.order.derive` returns.
     """
     _seed_python(seed)
     _python_random.gauss_next = None
@@ -374,3 +383,62 @@ def _is_dense(item: Any) -> bool:
 
 def _unchanged(value: Any) -> Any:
     return value
+
+
+# --- errors of the data set or collate_fn -----------------------------------------------------------------------------
+
+
+def pack(error: Error) -> WorkerFailure:
+    """Convert an Error in a worker for sending."""
+    text = "".join(traceback.format_exception(error.__cause__ or error))
+    kind = KINDS[name_kind(error)]  # a script's own subclass may not be one that can be sent
+    return WorkerFailure(kind(str(error), code=error.code), text)
+
+
+def locate_error(error: Error, logs: Path | None, rank: int, place: str) -> Error:
+    """Return an Error of the data set or collate_fn with the rank and the place in the run. Raise it from
+    `error.__cause__`.
+
+    Args:
+        logs: where the rank's log gets the traceback of the cause, whose path is then in the message.
+    """
+    where = ""
+    if logs is not None and error.__cause__ is not None:
+        log = logs / f"{rank}.log"
+        text = "".join(traceback.format_exception(error.__cause__))
+        with suppress(OSError):
+            logs.mkdir(parents=True, exist_ok=True)
+            with open(log, "a", opener=open_regular) as file:
+                file.write(f"{error}\n{text}")
+            where = f" (traceback: {log})"
+    kind = KINDS[name_kind(error)]  # a script's own subclass may take other arguments
+    return kind(f"{str(error).rstrip('.')}, on rank {rank} in {place}{where}", rank=rank, code=error.code)
+
+
+def explain(error: Exception, indices: Sequence[int], num_read: int | None) -> str:
+    """Describe a failure in one sentence.
+
+    Args:
+        indices: the samples of the micro-batch.
+        num_read: number of the samples that the data set has read one by one before it failed. None: it reads them at
+            once.
+    """
+    what = "collate_fn" if num_read == len(indices) else "the data set"
+    at = 0 if len(indices) == 1 else num_read
+    shown = [*map(str, indices)] if len(indices) <= 8 else [*map(str, indices[:6]), f"... {indices[-1]}"]
+    where = f"one of the samples {', '.join(shown)}" if at in (None, len(indices)) else f"sample {indices[at]}"
+    info = get_worker_info()
+    worker = f", in DataLoader worker {info.id}" if info is not None else ""
+    return f"{what} failed at {where} ({describe_error(error)}{worker})"
+
+
+def describe_error(error: Exception) -> str:
+    """Format an error and its innermost frame outside libraries on one line: `KeyError: 'x' at data.py:31`."""
+    text = " ".join(str(error).split())
+    text = f": {text[:300]}" if text else ""
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    ours = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))] or frames
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}{text}{place}"

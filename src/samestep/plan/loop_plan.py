@@ -9,8 +9,7 @@ import numpy as np
 
 from samestep.errors import InvalidValue
 from samestep.plan.ledger import combine, fingerprint
-from samestep.plan.order import Indices, Order, build_order
-from samestep.plan.seeds import derive
+from samestep.plan.order import Indices, Order, build_order, derive
 from samestep.plan.tree import Layout, Span, build_layout, check_numbers, check_positive
 
 STREAM_LENGTH = 1 << 62  # the length of a stream, whose end is not known

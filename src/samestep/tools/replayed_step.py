@@ -18,7 +18,7 @@ from samestep.data.loader import seed_all
 from samestep.errors import Error
 from samestep.hashing import find_leaves
 from samestep.plan.ledger import combine, fingerprint, to_bits
-from samestep.plan.seeds import derive
+from samestep.plan.order import derive
 from samestep.processes import leave
 from samestep.snapshot.async_copy import is_finite
 from samestep.tools.tracer import Tracer

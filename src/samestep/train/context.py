@@ -14,7 +14,7 @@ from torch import Tensor
 from samestep.config import OPTIONS, RunConfig
 from samestep.console import say
 from samestep.data.lanes import LanePosition, Lanes
-from samestep.engine.precision import MixedPrecision
+from samestep.engine.passes import MixedPrecision
 from samestep.errors import InvalidType, RunDirectoryError, UsageError
 from samestep.plan.loop_plan import LoopPlan
 from samestep.plan.tree import Layout, build_layout, check_numbers, default_micro_batch_size

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.data.loader import Loader, seed_all, to_device
-from samestep.data.sample_errors import locate_error
+from samestep.data.loader import Loader, locate_error, seed_all, to_device
 from samestep.data.spec import DataSpec, read_data_arguments
 from samestep.engine.control import average_weighted, read_later
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
-from samestep.plan.seeds import derive
+from samestep.plan.order import derive
 from samestep.plan.tree import Layout, Span, check_positive
 from samestep.train.context import RunContext
 from samestep.train.guards import Call, wait_for_call

@@ -10,7 +10,7 @@ from samestep.data.loader import seed_all
 from samestep.engine.control import Vote
 from samestep.errors import Error, UsageError
 from samestep.launch.rank_reports import LoopState, report
-from samestep.plan.seeds import derive
+from samestep.plan.order import derive
 from samestep.snapshot.async_copy import TrainingState
 from samestep.train.context import LoopKind, MetricsTally, RunContext
 from samestep.train.feed import Feed

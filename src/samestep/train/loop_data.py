@@ -12,8 +12,7 @@ from samestep.data.source import Shard, read_shards
 from samestep.data.spec import DataSpec, is_stream, read_data_arguments
 from samestep.errors import InvalidType, InvalidValue
 from samestep.plan.loop_plan import LoopPlan
-from samestep.plan.order import Indices, check_order
-from samestep.plan.seeds import derive
+from samestep.plan.order import Indices, check_order, derive
 
 Sampler = Callable[[int], Iterable[int]]
 

@@ -26,7 +26,7 @@ from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.files import read_bytes
 from samestep.hashing import hash_bytes, hash_content
 from samestep.plan.loop_plan import Task
-from samestep.plan.seeds import derive
+from samestep.plan.order import derive
 from samestep.plan.tree import describe_division
 from samestep.processes import run_captured
 from samestep.snapshot.logs import Heal

@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.decoding import parse_json
-from samestep.engine.passes import Gradients
-from samestep.engine.precision import MixedPrecision
+from samestep.engine.passes import Gradients, MixedPrecision
 from samestep.errors import InvalidValue, RunDirectoryError, UsageError
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, ResumePoint, StartOptions, describe_changes

@@ -12,9 +12,9 @@ from samestep.config import OPTIONS, ExchangeDtype, Precision, Shard, whole
 from samestep.console import hide_secrets
 from samestep.data.loader import seed_all
 from samestep.engine.ownership import clip_with_norm, compute_total_norm
-from samestep.engine.precision import MixedPrecision
+from samestep.engine.passes import MixedPrecision
 from samestep.errors import InvalidType, InvalidValue, UsageError
-from samestep.plan.seeds import derive
+from samestep.plan.order import derive
 from samestep.snapshot.location import Location
 from samestep.train.context import RunContext, RunState, build_config
 from samestep.train.determinism import call_on_rank_0, fix_kernels, use_tf32

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from samestep.errors import UsageError
-from samestep.plan.seeds import derive
+from samestep.plan.order import derive
 from samestep.torch_internals import read_version
 
 _ORIGIN = "_samestep_origin"  # the attribute of a module with its `_Origin`, of which a copy of the module has a copy

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samestep.data.loader import Loaded, seed_all, to_device
-from samestep.data.sample_errors import locate_error
+from samestep.data.loader import Loaded, locate_error, seed_all, to_device
 from samestep.engine.control import MicroBatchReport, Value, Vote, average_batch, read_number
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
 from samestep.errors import Error, InvalidType, NotHealed, UsageError
@@ -142,7 +141,7 @@ class StepParts:
     """What all steps of a loop share.
 
     Attributes:
-        derive: `plan.seeds.derive` for the seed of the run.
+        derive: `plan.order.derive` for the seed of the run.
         load: (step, micro-batch) -> the micro-batch. Called once for each of this rank's, in their order.
         gradients: computes the gradients of the run's models.
         observers: are notified of the events of a step.
