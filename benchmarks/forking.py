@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import samestep
+from samestep import processes
 from samestep.watch import diagnosis
-from samestep.world import forking
 
 STUCK_S = 60
 FIGURES = {"forks": 0, "at_work": 0, "stuck": 0, "fork_ms": 1, "most_ms": 1}  # and how many digits are printed
@@ -55,12 +55,12 @@ def fork_under_load(num_forks: int, run_dir: str, is_gated: bool) -> dict[str, A
     """On each rank: forks between the steps of a run that takes a snapshot at each, with 100 heartbeats a second."""
     diagnosis.INTERVAL_S = 0.01
     if not is_gated:
-        forking.LIMIT_S = 0.0
+        processes.FORK_LIMIT_S = 0.0
     at_work, began, took_s, stuck = 0, 0.0, [], 0
 
     def look() -> None:
         nonlocal at_work
-        at_work += bool(forking._gate._at_work)
+        at_work += bool(processes._gate._at_work)
 
     os.register_at_fork(before=lambda: None, after_in_parent=look)
     run, model, optimizer = build(run_dir, 1024, snapshot_every=1, keep_last=1)

@@ -7,7 +7,6 @@ Other modules call these functions, so that the length of a hash shows its kind.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,9 +60,8 @@ def view_bytes(tensor: "Tensor") -> memoryview:
 
 def hash_content(batch: Any) -> str:
     """Return a hash of all tensors and numbers; "" without any. Strings are left out, because paths may differ."""
-    chunks = _find_bytes(batch)
-    first = next(chunks, None)
-    return "" if first is None else hash_chunks(chain([first], chunks))[:16]
+    digest = hash_chunks(_find_bytes(batch))
+    return "" if digest == hash_chunks(()) else digest[:16]
 
 
 def _find_bytes(batch: Any) -> Iterator[bytes | memoryview]:

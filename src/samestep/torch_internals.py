@@ -150,15 +150,15 @@ def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[No
     Without `_worker_info`: read lanes in DataLoader workers only, which report themselves.
     """
     workers = torch.utils.data._utils.worker
-    before = torch.utils.data._utils.worker._worker_info
+    before = workers._worker_info
     info: Any = None
     if worker is not None:
         info = workers.WorkerInfo(id=worker, num_workers=num_workers, seed=torch.initial_seed(), dataset=dataset)
-    torch.utils.data._utils.worker._worker_info = info
+    workers._worker_info = info
     try:
         yield
     finally:
-        torch.utils.data._utils.worker._worker_info = before
+        workers._worker_info = before
 
 
 # --- an iterator over a DataLoader with workers ---------------------------------------------------------------------

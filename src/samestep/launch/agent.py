@@ -218,8 +218,6 @@ class Agent:
                 self._report(command)
             case Finish():
                 self.end = command
-            case _:
-                pass
 
     def _start(self, start: Start) -> None:
         """Request the ranks. Returns before their processes exist."""

@@ -54,7 +54,7 @@ class ForkServer(Held):
             try:
                 self._pid = self._fork(theirs) if fork else _start_server(theirs.fileno())
             except OSError as error:
-                raise Error(explain_fork(error), code="SS513") from None
+                raise _explain_fork(error) from None
         hold(self)
 
     def _fork(self, theirs: "Connection[Any, Any]") -> int:
@@ -179,11 +179,12 @@ def serve(client: "Connection[Any, Any]") -> NoReturn:
     os._exit(0)
 
 
-def explain_fork(error: OSError) -> str:
-    """Explain in a sentence why a process could not be started."""
-    return (
+def _explain_fork(error: OSError) -> Error:
+    """Explain why a process could not be started."""
+    return Error(
         f"this machine starts no further process for a rank ({error.strerror}): raise the limit on processes "
-        "(ulimit -u, or pids.max of the container) or on memory, or start fewer ranks"
+        "(ulimit -u, or pids.max of the container) or on memory, or start fewer ranks",
+        code="SS513",
     )
 
 
@@ -267,7 +268,7 @@ class _Server:
         try:
             pid = os.fork()
         except OSError as error:
-            raise Error(explain_fork(error), code="SS513") from None
+            raise _explain_fork(error) from None
         if pid == 0:
             try:
                 self.client.close()

@@ -47,14 +47,12 @@ from samestep.world.environment import (
     read_environment,
     read_master,
     set_hook,
-    take_secret,
 )
 from samestep.world.host import find_own_address
 from samestep.world.membership import READY, STUCK, have_come, name_generation
 from samestep.world.signed import SignedEntries
 
 DEFAULT_PORT = 29400  # torchrun's
-MIN_SECRET = 16  # characters
 GREETING_S = 10.0  # for a store to answer
 SAY_S = 5.0  # an agent that waits longer for node 0 says so
 FLUSH_S = 5.0  # for the nodes to receive the end
@@ -131,21 +129,6 @@ def parse_endpoint(text: str) -> tuple[str, int]:
             code="SS101",
         )
     return match[1] or match[2], port
-
-
-def read_secret() -> str:
-    """Return the secret from SAMESTEP_RDZV_SECRET; "" if it is not set.
-
-    Removes the variable, so that child processes do not inherit it. Raises Error if the secret is too short.
-    """
-    secret = take_secret().strip()
-    if secret and len(secret) < MIN_SECRET:
-        raise Error(
-            f"{SECRET} has {len(secret)} characters: use at least {MIN_SECRET} random ones, such as `openssl rand "
-            "-hex 32` prints",
-            code="SS508",
-        )
-    return secret
 
 
 def record_signals() -> list[int]:

@@ -284,22 +284,19 @@ class Link(threading.Thread):
             entries = SignedEntries(self._secret.encode(), self._open_store())
             while not self._is_closing.wait(EVERY_S):
                 self._work(entries)
-            self._say_goodbye(entries)
+            self._work(entries)
+            if self._own == 0:  # the others must have read its last messages before the store closes
+                while any(peer.state is PeerState.HERE for peer in self._peers.values()):
+                    self._work(entries)
+                    time.sleep(EVERY_S)
+            else:
+                self._count = -2
+                self._work(entries)
         # The store has closed, or cannot be reached, or the other node has another version of samestep.
         except (RuntimeError, OSError, ValueError):
             for node, peer in self._peers.items():
                 if self.is_open:
                     self._lose(node, peer)
-
-    def _say_goodbye(self, entries: SignedEntries) -> None:
-        self._work(entries)
-        if self._own == 0:  # the others must have read its last messages before the store closes
-            while any(peer.state is PeerState.HERE for peer in self._peers.values()):
-                self._work(entries)
-                time.sleep(EVERY_S)
-        else:
-            self._count = -2
-            self._work(entries)
 
     def _work(self, entries: SignedEntries) -> None:
         self._count += 1

@@ -170,8 +170,6 @@ class Supervisor:
             case Board():
                 self._board = event
                 self._end_stuck(event)
-            case _:
-                pass
         self._advance()
         return self._commands
 
@@ -240,8 +238,6 @@ class Supervisor:
                     self._can_restart = False
                     self._note_end(Ended(rank.number, -signal.SIGKILL, self._now_s))
                 self._conclude()
-            case _:
-                pass
         if self.state is not before:
             self._advance()
 

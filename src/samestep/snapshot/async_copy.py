@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from samestep.errors import InvalidValue
+from samestep.processes import at_rest
 from samestep.snapshot.serialization import is_dense
 from samestep.torch_internals import read_version
 from samestep.watch.replica_checksums import checksum
-from samestep.world.forking import at_rest
 
 LARGE_BYTES = 1 << 18  # smaller tensors are copied at once, which takes no longer than detecting writes to them
 _CHUNK = 1 << 17  # elements, so that `look` finds them in the cache: 0.11 s for 500 MB instead of 0.18 s

@@ -20,6 +20,7 @@ from samestep.data.source import ORDERS, list_orders
 from samestep.errors import Error, RunDirectoryError, needing
 from samestep.files import MAX_BYTES, open_regular, read_bytes, replace_file
 from samestep.hashing import hash_bytes
+from samestep.processes import at_rest
 from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import DIRECTORY, MANIFEST, Snapshot, find_wrong_size, list_outdated, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
@@ -27,7 +28,6 @@ from samestep.snapshot.run_record import parse_run_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Store
 from samestep.watch.records import LOCK, RECORD, SHARED
 from samestep.world.environment import read_cache_dir, read_host
-from samestep.world.forking import at_rest
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -26,9 +26,9 @@ from samestep.decoding import MAX_DEPTH
 from samestep.errors import InvalidType
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes, view_bytes
+from samestep.processes import at_rest, at_work
 from samestep.snapshot.manifest import METADATA, Extent, Extents
 from samestep.torch_internals import get_local, is_sharded
-from samestep.world.forking import at_rest, at_work
 
 KIND = "$"
 _ARRAY_KINDS = "biufcSUmM"  # NumPy's kinds of dtypes that hold no objects

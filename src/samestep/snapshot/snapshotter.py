@@ -32,6 +32,7 @@ from samestep.config import Interval
 from samestep.console import warn
 from samestep.engine.control import Saving
 from samestep.errors import Error, InvalidValue, NotHealed
+from samestep.processes import at_rest, at_work
 from samestep.snapshot.async_copy import (
     Copy,
     Inspection,
@@ -45,7 +46,6 @@ from samestep.snapshot.async_copy import (
 from samestep.snapshot.location import Location
 from samestep.snapshot.manifest import NAME, name_part
 from samestep.snapshot.serialization import encode
-from samestep.world.forking import at_rest, at_work
 
 _NICER = 10
 _POLL_S = 0.05

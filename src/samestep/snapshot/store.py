@@ -18,6 +18,7 @@ from samestep.decoding import Count, Number, Object, convert, decode
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import move_directory, open_regular, read_bytes, replace_file, sync_directory
 from samestep.hashing import hash_bytes
+from samestep.processes import at_rest
 from samestep.snapshot.manifest import (
     DIRECTORY,
     MANIFEST,
@@ -36,7 +37,6 @@ from samestep.snapshot.manifest import (
     seal,
 )
 from samestep.world.environment import advise
-from samestep.world.forking import at_rest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -81,7 +81,8 @@ class TrainCommand(ScriptCommand):
 
 def start(target: Target, values: dict[str, Any]) -> int:
     """Start a target with the options of `samestep launch`. Returns the exit code."""
-    from samestep.launch.launcher import parse_nodes, read_secret, run_launch
+    from samestep.launch.launcher import parse_nodes, run_launch
+    from samestep.world.environment import read_secret
 
     nodes = parse_nodes(
         values.pop("nnodes", None),
@@ -95,7 +96,8 @@ def start(target: Target, values: dict[str, Any]) -> int:
 
 def start_node(target: Target, values: dict[str, Any]) -> int:
     """Start the ranks of this machine, as one of the nodes that torchrun or srun has started."""
-    from samestep.launch.launcher import read_nodes, read_secret, run_launch
+    from samestep.launch.launcher import read_nodes, run_launch
+    from samestep.world.environment import read_secret
 
     return run_launch(target, values, read_nodes(values.pop("rdzv_timeout", 300), read_secret()))
 

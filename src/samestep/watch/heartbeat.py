@@ -16,6 +16,7 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import asdict, replace
 
 from samestep.files import replace_file
+from samestep.processes import at_work
 from samestep.watch.beats import Beat, PhaseClock, ThreadState, count_written, read_process_state, read_thread_state
 from samestep.watch.diagnosis import (
     Action,
@@ -31,7 +32,6 @@ from samestep.watch.diagnosis import (
     decide,
 )
 from samestep.watch.records import RANKS, RankStates
-from samestep.world.forking import at_work
 from samestep.world.host import read_host_id
 from samestep.world.signed import SignedEntries
 

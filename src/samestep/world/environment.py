@@ -31,6 +31,7 @@ RESTART = PREFIX + "RESTART"  # a `Restart` in JSON
 CONTINUES = PREFIX + "CONTINUES"  # after a restart, a `BegunRun` in JSON
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
+MIN_SECRET = 16  # characters
 _INTERNAL = (TRACE, HOOK, SRUN, HEAL, CONTINUES, SECRET)  # no misspelled options
 
 # below the ephemeral ports of Linux
@@ -394,9 +395,19 @@ def set_hook(module: str) -> None:
     os.environ[HOOK] = json.dumps([module, None])
 
 
-def take_secret() -> str:
-    """Return the launchers' secret, and remove it from the environment, so that no child process inherits it."""
-    return os.environ.pop(SECRET, "")
+def read_secret() -> str:
+    """Return the launchers' secret; "" if it is not set.
+
+    Removes the variable, so that child processes do not inherit it. Raises Error if the secret is too short.
+    """
+    secret = os.environ.pop(SECRET, "").strip()
+    if secret and len(secret) < MIN_SECRET:
+        raise Error(
+            f"{SECRET} has {len(secret)} characters: use at least {MIN_SECRET} random ones, such as `openssl rand "
+            "-hex 32` prints",
+            code="SS508",
+        )
+    return secret
 
 
 def read_cache_dir() -> Path:

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from samestep.processes import wait_until
-from samestep.world import forking
-from samestep.world.forking import at_rest, at_work
+from samestep import processes
+from samestep.processes import at_rest, at_work, wait_until
 
 
 def fork_and_run(child: Callable[[], bool]) -> bool:
@@ -24,7 +23,8 @@ def fork_and_run(child: Callable[[], bool]) -> bool:
 
 
 def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forking, "LIMIT_S", 1000.0)  # no fork waits up to the limit, which may end the wait too early
+    # No fork waits up to the limit, which may end the wait too early.
+    monkeypatch.setattr(processes, "FORK_LIMIT_S", 1000.0)
     lock, taken, is_over = threading.Lock(), threading.Event(), threading.Event()
     num_rounds = 0
 
@@ -51,7 +51,7 @@ def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest(monkeypatch: p
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python repairs that lock in the child")
 def test_a_fork_waits_for_a_running_thread_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a thread may hold a lock of the interpreter without the GIL."""
-    monkeypatch.setattr(forking, "LIMIT_S", 1000.0)
+    monkeypatch.setattr(processes, "FORK_LIMIT_S", 1000.0)
     numbers = np.ones(100_000_000, np.int8)
 
     def run_without_gil() -> None:
@@ -66,7 +66,7 @@ def test_a_fork_waits_for_a_running_thread_of_gloo(monkeypatch: pytest.MonkeyPat
 
 
 def test_neither_side_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forking, "LIMIT_S", 0.05)
+    monkeypatch.setattr(processes, "FORK_LIMIT_S", 0.05)
     inside, is_over = threading.Event(), threading.Event()
 
     def hang() -> None:
