@@ -85,10 +85,6 @@ class MetricsTally:
                 total, total_weight = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = (total + value * weight, total_weight + weight)
 
-    def add_skipped(self) -> None:
-        """Count a step that made no update."""
-        self.num_skipped += 1
-
     def averages(self) -> dict[str, float]:
         """Return the averages over the epoch's steps so far."""
         return {name: float(total) / weight for name, (total, weight) in self._sums.items()}
@@ -214,9 +210,11 @@ class RunState:
         """An evaluation begins."""
         self.num_evaluations += 1
 
-    def end_step(self) -> None:
-        """A step is done."""
+    def end_step(self, is_skipped: bool) -> None:
+        """A step is done. `is_skipped`: see `StepResult`."""
         self.steps_done += 1
+        if is_skipped:
+            self.tally.num_skipped += 1
 
     def stop(self, reason: str) -> None:
         """The script has called run.stop()."""

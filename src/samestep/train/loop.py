@@ -18,7 +18,7 @@ from samestep.train.guards import Call, list_stable, wait_for_call
 from samestep.train.prepared import Prepared
 from samestep.train.step import Observers, Step, StepParts
 from samestep.train.stopping import Services
-from samestep.world.environment import BegunRun, Outcome
+from samestep.world.environment import BegunRun, Outcome, find_exit_code
 
 
 class Epoch:
@@ -178,7 +178,7 @@ class Loop:
                 "end early, call run.stop() and continue the loop",
                 code="SS218",
             )
-        self._state.end_step()
+        self._state.end_step(step.result.is_skipped)
         self._services.watchdog.enter("script", number + 1)
         self._on.end_step(step)
         if not is_last:
@@ -296,7 +296,9 @@ class Loop:
         if self._unsaved_error is not None:
             raise self._unsaved_error
         self._report(Outcome.STOPPED)
-        raise SystemExit(stopping.signals.exit_code)
+        # Not 0, so that a shell does not treat the run as complete. A launcher would treat this rank as failed.
+        is_launched = context.environment.launcher != "python"
+        raise SystemExit(0 if is_launched else find_exit_code(Outcome.STOPPED, stopping.signals.heard))
 
     def _finish(self) -> None:
         """End a loop without steps left, so that the code after it draws the same numbers in a later start."""

@@ -100,8 +100,6 @@ class RunMetrics(StepObserver):
         if (records := location.directory or location.kept) is not None:
             self._add_to_ledger(records, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
-        if step.result.is_skipped:
-            self._state.tally.add_skipped()
         if not self._plan.is_endless:
             self._state.tally.add(step.epoch, step.result.averages)
         if self._is_logged:

@@ -104,14 +104,6 @@ class StopSignals:
             then = "" if self._launcher == "srun" else "; a second one ends at once"
             self._say(f"{signal.Signals(number).name}: the run stops and saves within a step{then}")
 
-    @property
-    def exit_code(self) -> int:
-        """Return the exit code of a stopped run: not 0, so that a shell does not treat the run as complete.
-
-        Under a launcher it is 0, so that the launcher does not treat a rank that stopped as requested as failed.
-        """
-        return find_exit_code(Outcome.STOPPED, self.heard) if self._launcher == "python" else 0
-
     def ignore_further(self) -> None:
         """Ignore further signals, after all ranks have voted to stop.
 
