@@ -57,7 +57,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
         "tools.verify.command",
     ),
     "scale": ("SCRIPT ...", "measure how a script scales with the number of ranks", "tools.scale"),
-    "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.doctor"),
+    "doctor": ("", "check whether this machine or a cluster is fit for training", "tools.launch_command"),
     "export": ("RUN FILE", "write a snapshot's weights for other programs: safetensors", "tools.export"),
 }
 

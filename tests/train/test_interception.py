@@ -98,9 +98,9 @@ def test_events_come_in_the_described_order() -> None:
         '{"interceptor": 1}',
         '{"interceptor": "os:system"}',
         '{"interceptor": "samesteps.x:Y"}',
-        '{"interceptor": "samestep.tools.verify.trace:Path"}',
-        '{"interceptor": "samestep.tools.verify.trace:hash_batch"}',
-        '{"interceptor": "samestep.tools.verify.trace:None"}',
+        '{"interceptor": "samestep.tools.interceptors:Path"}',
+        '{"interceptor": "samestep.tools.interceptors:hash_batch"}',
+        '{"interceptor": "samestep.tools.interceptors:None"}',
         '{"interceptor": "samestep.tools.nothing:Trace"}',
     ],
 )

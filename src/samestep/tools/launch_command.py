@@ -1,13 +1,18 @@
-"""`samestep launch` and `train`: their options, and the start of the ranks on this machine or on several hosts."""
+"""The commands that start ranks on this machine or on several hosts: `launch`, `node`, `train` and `doctor`.
+
+Does not import torch to start them.
+"""
 
 from typing import Any
 
 import click
 
-from samestep.cli import name_option
+from samestep.cli import JSON, Command, build_options, name_option, take_values
+from samestep.config import Option, to_flags
 from samestep.errors import Error
 from samestep.launch.target import FLAGS, ScriptCommand, Target, build_recipe_target, describe_recipes, find_recipes
 from samestep.processes import run_captured
+from samestep.world.environment import read_environment, read_secret
 
 LAUNCH_HELP = """\
 Starts the script on several ranks of this machine and waits for them. Everything after the script is an argument of the
@@ -44,6 +49,14 @@ Trains a recipe: a training script to read and copy. Options may be given in any
 Recipes:
 """
 DEFAULT_RECIPE = "digits"
+RANK_FLAGS: dict[str, Option] = {  # of `doctor`
+    "json": JSON,
+    "run_dir": Option(str, "DIR", "directory for runs, or a URL; default: runs in the working directory"),
+    "device": FLAGS["device"],
+}
+START_FLAGS: dict[str, Option] = {
+    name: FLAGS[name] for name in ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_timeout")
+}
 
 
 class TrainCommand(ScriptCommand):
@@ -82,7 +95,6 @@ class TrainCommand(ScriptCommand):
 def start(target: Target, values: dict[str, Any]) -> int:
     """Start a target with the options of `samestep launch`. Returns the exit code."""
     from samestep.launch.launcher import parse_nodes, run_launch
-    from samestep.world.environment import read_secret
 
     nodes = parse_nodes(
         values.pop("nnodes", None),
@@ -97,7 +109,6 @@ def start(target: Target, values: dict[str, Any]) -> int:
 def start_node(target: Target, values: dict[str, Any]) -> int:
     """Start the ranks of this machine, as one of the nodes that torchrun or srun has started."""
     from samestep.launch.launcher import read_nodes, run_launch
-    from samestep.world.environment import read_secret
 
     return run_launch(target, values, read_nodes(values.pop("rdzv_timeout", 300), read_secret()))
 
@@ -107,3 +118,34 @@ run_node = ScriptCommand(
     "node", start_node, {name: option for name, option in FLAGS.items() if name not in MEETING}, help=NODE_HELP
 )
 run_train = TrainCommand("train", start, FLAGS)
+
+
+@click.command("doctor", cls=Command, params=build_options(RANK_FLAGS | START_FLAGS))
+def run_doctor(**parameters: Any) -> int:
+    """Checks the ranks of this machine, or of a whole cluster, before training, and gives advice.
+
+    Do the versions agree, do all nodes share the directory for runs, do the nodes reach each other, are the results of
+    collectives right, and which link between two nodes is slow?
+
+      samestep doctor --nproc-per-node 4     four ranks on this machine
+      samestep doctor --nnodes 2 --node-rank R --rdzv-endpoint HOST:29400 --nproc-per-node 8 --run-dir /shared/runs
+                                             on every node, as with samestep launch
+      torchrun ... -m samestep doctor        under any launcher, on all its ranks; also srun samestep doctor
+
+    Each line gives pass, warn or FAIL, the result, and advice.
+    Exit code: 0; 1 if a check fails; 2 for invalid arguments.
+    """
+    values = take_values(parameters)
+    starting = {name: value for name, value in values.items() if name in START_FLAGS}
+    own = {name: value for name, value in values.items() if name in RANK_FLAGS}
+    environment = read_environment()
+    if environment.launcher != "python":
+        if starting:
+            given = to_flags(starting)[0]
+            raise Error(f"{given} was given, but a launcher has started the ranks already: leave it out", code="SS104")
+        from samestep.tools.doctor_checks import CHECKS
+        from samestep.tools.examination import examine
+
+        return examine(environment, CHECKS, **own)
+    device = {"device": own["device"]} if "device" in own else {}
+    return start(Target("module", "samestep", ["doctor", *to_flags(own)]), {**starting, **device})

@@ -34,7 +34,7 @@ FLAGS: dict[str, Option] = {
     "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
-INTERCEPTOR = "samestep.tools.replayed_step:Replay"
+INTERCEPTOR = "samestep.tools.interceptors:Replay"
 NUM_SHOWN = 10
 SHOWN_LINES = 30
 

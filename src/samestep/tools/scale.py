@@ -39,7 +39,7 @@ NOTE = (
     "memory: the sizes of the tensors are measured on 1 rank, their division is computed; without activations, "
     "messages, buffers of the model and copies for snapshots"
 )
-INTERCEPTOR = "samestep.tools.tracer:ScaleTiming"
+INTERCEPTOR = "samestep.tools.interceptors:ScaleTiming"
 NUM_BLOCKS = 5  # of each start, whose spread gives the error
 LEAST_STEPS = 2
 LEAST_ERROR = 1e-3  # relative, of a measurement: blocks that happen to be equal are no exact time

@@ -35,7 +35,7 @@ FLAGS: dict[str, Option] = {
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 
-KILLER = "samestep.tools.verify.trace:Killer"
+KILLER = "samestep.tools.interceptors:Killer"
 REPEATED = (
     "  likely: the script collects or adds up values in the loop over micro-batches, apart from step.backward and "
     "step.log; after a death some of them are there twice, and those of the dead rank are missing"

@@ -18,7 +18,7 @@ from samestep.snapshot.store import Store
 from samestep.tools.traced_script import find_errors, read_lines, run_traced
 from samestep.watch.records import HEALS, LEDGER, read_rows
 
-TRACE = "samestep.tools.verify.trace:Trace"
+TRACE = "samestep.tools.interceptors:Trace"
 SHOWN_LINES = 30
 
 # The facts of a step, on its way from samples to state.
