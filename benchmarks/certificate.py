@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from samestep.console import format_count, format_ranks
 from samestep.processes import running
 from samestep.recipes.gpt import GPT2
 from samestep.snapshot.logs import count_records
-from samestep.tools.traced_script import exiting_on_sigterm, find_errors
+from samestep.tools.traced_script import find_errors, open_workdir
 from samestep.watch.records import LEDGER, read_status
 
 WORLD_SIZES = (1, 2, 4, 8)
@@ -187,9 +186,7 @@ class Machine:
         return flops / (step_s * ranks * self.peak_flops)
 
 
-def execute(
-    machine: Machine, command: Sequence[str], output: Path, follow: Callable[[], None] | None = None
-) -> None:
+def execute(machine: Machine, command: Sequence[str], output: Path, follow: Callable[[], None] | None = None) -> None:
     """Run a command to its end.
 
     Args:
@@ -448,13 +445,13 @@ def main() -> None:
     facts = describe_environment(device)
     world_sizes = [ranks for ranks in WORLD_SIZES if ranks <= args.max_ranks]
     rows: list[Row] = []
-    with exiting_on_sigterm(), tempfile.TemporaryDirectory() as home:
+    with open_workdir("certificate") as home:
         machine = Machine(
             device=device,
             recipes=RECIPES["quick" if args.quick else device],
             num_ranks=num_gpus if device == "cuda" else max(WORLD_SIZES),
             peak_flops=look_up_peak(facts["GPUs"][0]) if facts.get("GPUs") else None,
-            home=Path(home),
+            home=home,
             deadline_s=time.monotonic() + 60 * args.minutes,
         )
         for group in GROUPS:

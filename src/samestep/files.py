@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 MAX_BYTES = 64 << 20  # of a file that is parsed whole
 CHUNK_BYTES = 1 << 16
@@ -145,10 +144,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def open_workdir(name: str) -> Iterator[Path]:
-    """Create a temporary directory, with `name` in its name, and remove it at the end of the block."""
-    with TemporaryDirectory(prefix=f"samestep-{name}-", ignore_cleanup_errors=True) as path:
-        yield Path(path)

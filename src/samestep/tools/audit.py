@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,21 @@ def _build_plan(run: Path, numbers: Mapping[str, Any], num_steps: int) -> LoopPl
     Args:
         num_steps: number of steps of the run. A loop that has none needs no list of shards, which may not be written.
     """
+
+    @lru_cache(maxsize=2)
+    def find_order(epoch: int) -> Indices:
+        with _restoring(f"the sampler's order of epoch {epoch}", run / order_file(epoch)):
+            return read_order(run, epoch)
+
     shards = numbers.get("shards")
     sizes: Sequence[int] = ()
     try:
         if shards and numbers["shuffle"] and num_steps > numbers.get("first_step", 0):
             with _restoring("the shards of the data set", run / shards_file(shards)):
                 sizes = read_shard_sizes(run, shards)
-        find_order = lru_cache(maxsize=2)(partial(_read_order, run))
         return LoopPlan.from_numbers(numbers, shard_sizes=sizes, find_order=find_order)
     except KeyError as error:
         raise Error(f"{run / RECORD} lacks {error}: the run has not started its first step yet", code="SS709") from None
-
-
-def _read_order(run: Path, epoch: int) -> Indices:
-    with _restoring(f"the sampler's order of epoch {epoch}", run / order_file(epoch)):
-        return read_order(run, epoch)
 
 
 @contextmanager
@@ -75,14 +75,13 @@ class _Audit:
             is_own: False if another run has made the step, with other micro-batches: its fingerprint is another one.
         """
         planned = self._plan.plan_step(step)
-        first = planned.samples[0]
         problem = ""
         if not record.num_samples:  # a resumed run fills a truncated file with zeros
             problem = "the ledger has no record of it, ledger.bin was truncated"
         elif record.step != step:
             problem = f"the ledger has a record of step {record.step} at its position"
         elif is_own and record.fingerprint != planned.fingerprint:
-            problem = f"it should have used sample {first} and so on, but used others"
+            problem = f"it should have used sample {planned.samples[0]} and so on, but used others"
         elif (record.epoch, record.num_samples) != (min(planned.by_epoch), len(planned.samples)):
             problem = f"the ledger records {record.num_samples} samples of epoch {record.epoch}"
         if problem:
@@ -94,14 +93,11 @@ class _Audit:
                 np.subtract.at(self._left[epoch], samples, 1)
             for epoch in sorted(self._left):
                 if self._plan.num_steps_until(epoch) <= step + 1:
-                    self._close(epoch)
+                    left = self._left.pop(epoch)
+                    self._num_closed += 1
+                    if left.sum() != self._plan.num_dropped or left.min() < 0:
+                        self.problems.append(f"epoch {epoch}: the plan does not have each sample once")
         return None if problem else planned
-
-    def _close(self, epoch: int) -> None:
-        left = self._left.pop(epoch)
-        self._num_closed += 1
-        if left.sum() != self._plan.num_dropped or left.min() < 0:
-            self.problems.append(f"epoch {epoch}: the plan does not have each sample once")
 
     def list_confirmed(self) -> list[str]:
         """Describe what the audit has confirmed."""
@@ -109,8 +105,10 @@ class _Audit:
         if self._num_closed:
             how_often = "as often as in the sampler's order" if self._plan.has_sampler else "once"
             left_out = " except for the dropped tail" if self._plan.num_dropped else ""
-            epochs = format_count(self._num_closed, "complete epoch")
-            found.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
+            found.append(
+                f"in {format_count(self._num_closed, 'complete epoch')} each of {self._plan.length} samples was used "
+                f"{how_often}{left_out}"
+            )
         if self._left:
             found.append(f"epoch {max(self._left)} is incomplete, no sample twice")
         return found
@@ -141,13 +139,12 @@ def audit_samples(
         Error: run.json or an order file lacks data that the audit needs.
     """
     continues = record.get("continues") or {"step": 0, "begins": []}
-    path = run / LEDGER
     status = read_or_empty(run / STATUS)
-    num_steps = count_records(path)
+    num_steps = count_records(run / LEDGER)
     plans = [_build_plan(run, loop, num_steps) for loop in list_loops(record)]
     begins = [plan.first_step for plan in plans[1:]]
     audits = [_Audit(plan) for plan in plans]
-    for step, entry in enumerate(read_records(path)):
+    for step, entry in enumerate(read_records(run / LEDGER)):
         is_own = step >= continues["step"]
         if not is_own and continues["begins"]:  # of another plan: its own run's audit checks it
             continue

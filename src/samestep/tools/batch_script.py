@@ -112,9 +112,7 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
     sizes = {**read_overrides(), **values}
     if "batch_size" in sizes and "micro_batch_size" in sizes:
         check_numbers(sizes["batch_size"], sizes["micro_batch_size"], num_nodes * num_local, format_flags)
-    grace_s = values.get("grace_s", GRACE_S)
     default_names = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
-    run_dir = values.get("run_dir")
     directives = {
         "job-name": values.get("job_name") or default_names.get(target.kind, Path(target.name).stem),
         "nodes": num_nodes,
@@ -122,20 +120,20 @@ def render_script(target: Target, values: Mapping[str, Any]) -> str:
         "cpus-per-task": num_cpus,
         **({"gpus-per-node": num_gpus} if num_gpus else {}),
         **{name: values[name] for name in ("time", "partition", "account") if name in values},
-        "signal": f"USR1@{grace_s}",
+        "signal": f"USR1@{values.get('grace_s', GRACE_S)}",
         "open-mode": "append",
         "chdir": Path.cwd(),
         "output": find_directory(values) / "%j.out",
     }
-    more = ["--requeue", *(["--no-kill"] if values.get("heal") else []), *values.get("sbatch", ())]
-    lines = [*(f"--{name}={_quote(str(value))}" for name, value in directives.items()), *more]
+    lines = [f"--{name}={_quote(str(value))}" for name, value in directives.items()]
+    lines += ["--requeue", *(["--no-kill"] if values.get("heal") else []), *values.get("sbatch", ())]
     for line in lines:
         if not line.isprintable():
             raise Error(
                 f"the batch script would have the option {line!r}: use names without control characters",
                 code="SS101",
             )
-    flags = ["--nproc-per-node", num_local, *(["--run-dir", run_dir] if run_dir else [])]
+    flags = ["--nproc-per-node", num_local, *(["--run-dir", values["run_dir"]] if values.get("run_dir") else [])]
     flags += to_flags({name: value for name, value in values.items() if name in PASSED_ON})
     start = shlex.join([sys.executable, *COMMAND[1:], "node" if num_nodes > 1 else "launch"])
     return SCRIPT.format(

@@ -48,13 +48,11 @@ GROUP_ADVICE = (
 
 def look_at_versions(context: Context) -> dict[str, str]:
     """Return name -> version; "" if it is not installed."""
-    has_gpu = torch.cuda.is_available()
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else ""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "",
-        "NCCL": nccl,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
         "samestep": __version__,
     }
 
@@ -77,7 +75,6 @@ def judge_versions(participants: Participants, facts: Mapping[int, Mapping[str, 
 
 def look_at_run_dir(context: Context) -> dict[str, Any] | None:
     """On the first rank of each node: check the directory as the node sees it. Leaves no files."""
-    rank = context.environment.rank
     if is_url(context.run_dir):
         return None
     wanted = Path(context.run_dir or DEFAULT_RUN_DIR)
@@ -92,7 +89,7 @@ def look_at_run_dir(context: Context) -> dict[str, Any] | None:
             file.write(b"x")
     except OSError as error:
         problem = error.strerror or str(error)
-    return {"wanted": str(wanted), "problem": problem, "writer": writers.get(rank, 0)}
+    return {"wanted": str(wanted), "problem": problem, "writer": writers.get(context.environment.rank, 0)}
 
 
 def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
@@ -107,8 +104,10 @@ def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, A
             problems.append(Finding("run_dir", FAIL, found, "name another with --run-dir, and make it writable"))
     apart = [participants.nodes[rank] for rank, fact in facts.items() if not fact["problem"] and fact["writer"]]
     if apart:
-        where = f"{participants.name_nodes(apart)} differs from that on {participants.name_node(0)}"
-        found = f"{wanted} on {where}: a run keeps a copy on each such host"
+        found = (
+            f"{wanted} on {participants.name_nodes(apart)} differs from that on {participants.name_node(0)}: a run "
+            "keeps a copy on each such host"
+        )
         advice = "use a file system that all nodes share, if there is one, and give the full path"
         problems.append(Finding("run_dir", WARN, found, advice))
     where = ", and is one for all hosts" if len(facts) > 1 else ""

@@ -53,12 +53,20 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, is_js
         _write(file, saved, outlines, source)
     num_bytes = file.stat().st_size
     if is_json:
-        facts = {"file": str(file), "object": name, "step": snapshot.step, "num_tensors": len(outlines)}
-        print_json(facts | {"size_bytes": num_bytes, "left_out": others})
+        print_json(
+            {
+                "file": str(file),
+                "object": name,
+                "step": snapshot.step,
+                "num_tensors": len(outlines),
+                "size_bytes": num_bytes,
+                "left_out": others,
+            }
+        )
         return 0
     left_out = f", without {', '.join(others)}" if others else ""
-    what = f"{len(outlines)} tensors of {name} after step {snapshot.step}"
-    print(escape(f"{file}: {what}, {num_bytes:,} bytes{left_out}"))
+    what = f"{len(outlines)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes"
+    print(escape(f"{file}: {what}{left_out}"))
     return 0
 
 

@@ -319,9 +319,18 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     state_step = min((each for each in common if digests[0][each] != digests[1][each]), default=None)
     is_same = step is None and state_step is None
     if is_json:
-        found = {"same": is_same, "differences": differences, "common_steps": num_steps}
-        found |= {"common_snapshots": len(common), "first_differing_step": step, "differs_in": what}
-        print_json(found | {"first_differing_state": state_step, "runs": described})
+        print_json(
+            {
+                "same": is_same,
+                "differences": differences,
+                "common_steps": num_steps,
+                "common_snapshots": len(common),
+                "first_differing_step": step,
+                "differs_in": what,
+                "first_differing_state": state_step,
+                "runs": described,
+            }
+        )
         return int(not is_same)
     if differences:
         rows = [(name, *map(to_text, pair)) for name, pair in differences.items()]
@@ -331,8 +340,8 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     if step is not None:
         print(f"step {step} is the first that differs: {'; '.join(what)}")
     if is_same:
-        also = f", and in {format_count(len(common), 'common snapshot')}"
-        print(f"identical in all {num_steps} common steps{also if common else '; there is no common snapshot'}")
+        also = f", and in {format_count(len(common), 'common snapshot')}" if common else "; there is no common snapshot"
+        print(f"identical in all {num_steps} common steps{also}")
     return int(not is_same)
 
 

@@ -85,9 +85,13 @@ class ScaleTiming(Tracer):
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
         self._written = -1  # the last step with a line
-        config = context.config
-        numbers = {"batch_size": config.batch_size, "micro_batch_size": config.micro_batch_size}
-        self.write({"world_size": context.world_size, **numbers})
+        self.write(
+            {
+                "world_size": context.world_size,
+                "batch_size": context.config.batch_size,
+                "micro_batch_size": context.config.micro_batch_size,
+            }
+        )
 
     def end_body(self, step: Step) -> None:
         if step.number == self._written:  # an interrupted epoch ends once more
@@ -131,9 +135,15 @@ class Replay(Tracer):
         """Write the step's bits. After the requested step, end this process."""
         if self.context.rank == 0:
             loss = float("nan") if step.result.loss is None else step.result.loss
-            bits = {"loss": to_bits(loss), "gradient": step.result.gradient_checksum}
-            samples = {"num_samples": step.num_samples, "fingerprint": step.result.fingerprint}
-            self.write({"step": step.number, **samples, **bits})
+            self.write(
+                {
+                    "step": step.number,
+                    "num_samples": step.num_samples,
+                    "fingerprint": step.result.fingerprint,
+                    "loss": to_bits(loss),
+                    "gradient": step.result.gradient_checksum,
+                }
+            )
         if step.number == self._step:
             plan = self.loop.data.plan
             indices = [plan.indices(span).tolist() for span in plan.micro_batches(step.number)]
@@ -143,10 +153,13 @@ class Replay(Tracer):
         computed = dict(pair for theirs in self.context.group.gather([*self._losses.items()]) for pair in theirs)
         if self._is_alone or (self._micro_batch is None and self.context.rank == 0):
             machine = describe_machine(self.context.config, self.context.device)
-            about = {"machine": machine, "git": read_commit(), "script": describe_script()}
             losses = [computed.get(v, []) for v in range(len(step.sizes))]
-            result = {"epoch": step.epoch, "sizes": step.sizes, "losses": losses, **result}
-            self.write({"result": result, "about": about})
+            self.write(
+                {
+                    "result": {"epoch": step.epoch, "sizes": step.sizes, "losses": losses, **result},
+                    "about": {"machine": machine, "git": read_commit(), "script": describe_script()},
+                }
+            )
         self.context.group.gather_number(0)  # a rank that ends earlier would count as lost
         leave(0)
 
@@ -167,8 +180,13 @@ class Replay(Tracer):
             plan = self.loop.data.plan
             indices = [plan.indices(span) for span in plan.micro_batches(step.number)]
             prints = [*map(fingerprint, indices[:v]), step.loaded_fingerprint, *map(fingerprint, indices[v + 1 :])]
-            self._result = {"samples": [indices[v].tolist()], "losses": [], "weights": []}
-            self._result |= {"num_samples": step.num_samples, "fingerprint": combine(prints)}
+            self._result = {
+                "samples": [indices[v].tolist()],
+                "losses": [],
+                "weights": [],
+                "num_samples": step.num_samples,
+                "fingerprint": combine(prints),
+            }
             self._grads = [None] * len(self.loop.gradients.plan.params)
             search = _NonFinite(self.modules)
             seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
@@ -176,7 +194,10 @@ class Replay(Tracer):
             search.close()
             if not (search.has_forward or all(map(math.isfinite, self._result["losses"]))):
                 search.found.insert(0, "the loss is not finite, but all modules' outputs are: it arises after them")
-            self._result |= {"not_finite": search.found, "logged": _to_json(self._logged), **self._measure()}
+            logged = {
+                name: torch.as_tensor(each).detach().double().cpu().tolist() for name, each in self._logged.items()
+            }
+            self._result |= {"not_finite": search.found, "logged": logged, **self._measure()}
         self._finish(step, self._result)
 
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
@@ -255,10 +276,6 @@ def _find_tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in find_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _to_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: torch.as_tensor(value).detach().double().cpu().tolist() for name, value in values.items()}
-
-
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +318,12 @@ class Trace(Tracer):
 
     def end_micro_batch(self, step: Step) -> None:
         self._facts.append(("losses", self._micro_batch, self._losses))
-        self._facts.append(("draws", self._micro_batch, read_draws()))
+        draws = {
+            "torch": read_generator(torch.default_generator),
+            "numpy": read_generator(NUMPY_GENERATOR),
+            "random": read_generator(PYTHON_GENERATOR),
+        }
+        self._facts.append(("draws", self._micro_batch, draws))
 
     def reduced(self, step: Step) -> None:
         for name, param in zip(self.loop.gradients.plan.names, self.loop.gradients.plan.params, strict=True):
@@ -384,15 +406,6 @@ class Killer(Interceptor):
 def hash_tensor(tensor: Tensor) -> str:
     """Return a hash of the elements of a tensor."""
     return hash_bytes(view_bytes(tensor))
-
-
-def read_draws() -> dict[str, str]:
-    """Return a hash of each global generator's state."""
-    return {
-        "torch": read_generator(torch.default_generator),
-        "numpy": read_generator(NUMPY_GENERATOR),
-        "random": read_generator(PYTHON_GENERATOR),
-    }
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -88,8 +88,8 @@ class TrainCommand(ScriptCommand):
         if not (named := ctx.find_object(str)):
             formatter.write(f"\n{TRAIN_HELP}{describe_recipes()}\n")
             return
-        show = [*build_recipe_target(named, ["--help"], {}).to_plain_command()]
-        formatter.write(f"\n{run_captured(show).stdout}\n")
+        command = build_recipe_target(named, ["--help"], {}).to_plain_command()
+        formatter.write(f"\n{run_captured([*command]).stdout}\n")
 
 
 def start(target: Target, values: dict[str, Any]) -> int:
@@ -141,8 +141,10 @@ def run_doctor(**parameters: Any) -> int:
     environment = read_environment()
     if environment.launcher != "python":
         if starting:
-            given = to_flags(starting)[0]
-            raise Error(f"{given} was given, but a launcher has started the ranks already: leave it out", code="SS104")
+            raise Error(
+                f"{to_flags(starting)[0]} was given, but a launcher has started the ranks already: leave it out",
+                code="SS104",
+            )
         from samestep.tools.doctor_checks import CHECKS
         from samestep.tools.examination import examine
 

@@ -14,7 +14,7 @@ from samestep.config import Option, whole
 from samestep.console import escape, print_table, say, to_text
 from samestep.data.source import ORDERS, list_orders
 from samestep.errors import Error
-from samestep.files import copy_file, open_regular, open_workdir, read_tail
+from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.launch.target import ScriptCommand, Target, check_target
 from samestep.plan.ledger import Entry, to_float
@@ -23,7 +23,7 @@ from samestep.snapshot.manifest import MANIFEST, Snapshot, find_damage
 from samestep.snapshot.run_record import describe_changes, open_run
 from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.tools.inspect import describe_difference
-from samestep.tools.traced_script import exiting_on_sigterm, find_errors, read_lines, run_traced
+from samestep.tools.traced_script import SHOWN_LINES, find_errors, open_workdir, read_lines, run_traced
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty
 
 OF_RUN = ("device", "backend", "override")
@@ -36,7 +36,6 @@ FLAGS: dict[str, Option] = {
 }
 INTERCEPTOR = "samestep.tools.interceptors:Replay"
 NUM_SHOWN = 10
-SHOWN_LINES = 30
 
 
 @click.command("replay", cls=ScriptCommand, flags=FLAGS, words="RUN")
@@ -52,7 +51,7 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
         raise Error("replay needs the step: --step S, counted from 0", code="SS103")
     step = values["step"]
     micro_batch = values.get("micro_batch")
-    with exiting_on_sigterm(), open_workdir("replay") as scratch, open_run(run) as (directory, record):
+    with open_workdir("replay") as scratch, open_run(run) as (directory, record):
         _check(run, directory, record, step)
         snapshot = _choose(Store(directory), step, record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
@@ -62,9 +61,8 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
             raise _explain(target, run, scratch, values)
         begin = max(min(first, step - 1), 0)
         ledger = dict(enumerate(islice(read_records(directory / LEDGER, first=begin), step + 2 - begin), begin))
-    about = last["about"]
     result = last["result"]
-    changes = {name: describe_changes(record.get(name) or now, now) for name, now in about.items()}
+    changes = {name: describe_changes(record.get(name) or now, now) for name, now in last["about"].items()}
     for name, change in changes.items():
         if change:
             say(f"not as in the run: {name} ({change})")
@@ -135,8 +133,8 @@ def _compute(
         "stuck_after_s": 0,
     }
     command = target.to_full_command(values.get("nproc_per_node", 1))
-    trace = {"step": values["step"], "micro_batch": values.get("micro_batch")}
-    run_traced(command, scratch, INTERCEPTOR, options, **trace)
+    step, micro_batch = values["step"], values.get("micro_batch")
+    run_traced(command, scratch, INTERCEPTOR, options, step=step, micro_batch=micro_batch)
     # The steps are written by rank 0, and the result by any rank.
     return [line for path in sorted(scratch.glob("rank-*.jsonl")) for line in read_lines(path)]
 

@@ -62,8 +62,7 @@ def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
     for run, name in zip(named, short, strict=True):
         show_activity(f"reading {run} ...")
         with open_run(run) as (directory, record):
-            shown = name if short.count(name) == 1 else run
-            found.append(read_run_data(directory, shown, record))
+            found.append(read_run_data(directory, name if short.count(name) == 1 else run, record))
     page = build_page(found).encode()
     try:
         replace_file(output, page)
@@ -254,11 +253,11 @@ def _find_marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             label = f"{prefix}restart at {row['from_step']}{ranks}"
             marks.append({"step": row["from_step"], "kind": "restart", "label": label})
         for row in run.heals:
-            label = f"{prefix}{describe_ranks(row['lost'])} lost at {row['step']}"
-            marks.append({"step": row["step"], "kind": "heal", "label": label})
+            lost = describe_ranks(row["lost"])
+            marks.append({"step": row["step"], "kind": "heal", "label": f"{prefix}{lost} lost at {row['step']}"})
     if len(runs) == 1:
-        steps = runs[0].snapshot_steps
-        marks += [{"step": step, "kind": "snapshot", "label": f"snapshot {step}"} for step in steps]
+        for step in runs[0].snapshot_steps:
+            marks.append({"step": step, "kind": "snapshot", "label": f"snapshot {step}"})
     return marks
 
 

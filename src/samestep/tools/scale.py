@@ -15,16 +15,15 @@ import click
 import numpy as np
 
 from samestep.cli import JSON, print_json
-from samestep.config import OPTIONS, Option, Overrides, Shard, whole
+from samestep.config import Option, Overrides, Shard, whole
 from samestep.console import format_bytes, format_ranks, format_time, print_table, say, show_activity
 from samestep.errors import Error
-from samestep.files import open_workdir, read_tail
+from samestep.files import read_tail
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.launch.target import ScriptCommand, Target, check_target, parse_sizes
 from samestep.plan.shards import ParamSize, RankMemory, compute_memory
-from samestep.tools.traced_script import exiting_on_sigterm, find_errors, read_lines, run_traced
+from samestep.tools.traced_script import OF_RUN, find_errors, open_workdir, read_lines, run_traced
 
-_OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
 FLAGS: dict[str, Option] = {
     "world_sizes": Option(str, "N,N", "numbers of ranks to measure, 1 among them; default: 1,2,4"),
     "steps": Option(int, "N", "measured steps of each start; default: 30", whole(2)),
@@ -32,7 +31,7 @@ FLAGS: dict[str, Option] = {
     "repeats": Option(int, "N", "starts at each number of ranks; default: 3", whole(1)),
     "for_steps": Option(int, "N", "also print the time to finish a run of N steps", whole(1)),
     "json": JSON,
-    **{name: LAUNCH_FLAGS[name] for name in _OF_RUN},
+    **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 SHARDS: tuple[str | None, ...] = (None, *get_args(Shard))
 NOTE = (
@@ -63,8 +62,8 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     if sizes[-1] > num_cores and values.get("device", "cpu") == "cpu":
         say(f"{sizes[-1]} ranks share {num_cores} cores: separate machines would not lose what they take each other")
     num_steps = values.get("steps", 30)
-    with exiting_on_sigterm(), open_workdir("scale") as work:
-        overrides = {name: value for name, value in values.items() if name in OPTIONS and name in _OF_RUN}
+    with open_workdir("scale") as work:
+        overrides = {name: value for name, value in values.items() if name in OF_RUN}
         starts = Starts(target, overrides, work, num_steps, values.get("warm_up", 5))
         measured = starts.measure(sizes, values.get("repeats", 3))
     if (found := min(size.num_steps for size in measured.values())) < num_steps:
@@ -117,9 +116,9 @@ class Size:
     @property
     def error(self) -> float:
         """The relative standard error of `step_s`, from the blocks' median absolute deviation."""
-        middle = self.step_s
-        spread_s = 1.4826 * median(abs(block_s - middle) for block_s in self.blocks_s)
-        return 1.2533 * spread_s / math.sqrt(len(self.blocks_s)) / middle
+        step_s = self.step_s
+        spread_s = 1.4826 * median(abs(block_s - step_s) for block_s in self.blocks_s)
+        return 1.2533 * spread_s / math.sqrt(len(self.blocks_s)) / step_s
 
     def add_steps(self, ranks: Sequence[Sequence[float]], where: str) -> None:
         """Add the steps of one start: for each rank, the times at which steps ended. Raises Error if too few did."""
@@ -131,8 +130,7 @@ class Size:
             )
         self.num_steps = min(self.num_steps, num)
         num_blocks = min(NUM_BLOCKS, num)
-        ends = [block * num // num_blocks for block in range(num_blocks + 1)]
-        for begin, end in pairwise(ends):
+        for begin, end in pairwise(block * num // num_blocks for block in range(num_blocks + 1)):
             self.blocks_s.append(max(rank[end] - rank[begin] for rank in ranks) / (end - begin))
 
 
@@ -268,18 +266,18 @@ def build_rows(fit: StepFit, measured: Mapping[int, Size]) -> list[Row]:
         found = measured.get(size)
         step_s, step_error_s = (found.step_s, found.step_s * found.error) if found else fit.predict(size)
         speed_up = alone.step_s / step_s
-        speed_up_error = speed_up * math.hypot(step_error_s / step_s, alone.error) if size > 1 else 0.0
-        row = {
-            "world_size": size,
-            "is_measured": found is not None,
-            "step_s": step_s,
-            "step_error_s": step_error_s,
-            "samples_per_s": alone.batch_size / step_s,
-            "speed_up": speed_up,
-            "speed_up_error": speed_up_error,
-            "efficiency": speed_up / size,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "world_size": size,
+                "is_measured": found is not None,
+                "step_s": step_s,
+                "step_error_s": step_error_s,
+                "samples_per_s": alone.batch_size / step_s,
+                "speed_up": speed_up,
+                "speed_up_error": speed_up * math.hypot(step_error_s / step_s, alone.error) if size > 1 else 0.0,
+                "efficiency": speed_up / size,
+            }
+        )
     return rows
 
 
@@ -312,8 +310,10 @@ def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_s
         cells.append(cell)
     print_table("scaling", [*header, "to finish"] if num_steps else header, cells)
     if fit.micro_batch_s > 0:
-        sums = f"{1e3 * fit.fixed_s:,.1f} ms + {1e3 * fit.micro_batch_s:,.1f} ms"
-        print(f"fitted: {sums} for each of the slowest rank's micro-batches, of {fit.num_micro_batches} per step")
+        print(
+            f"fitted: {1e3 * fit.fixed_s:,.1f} ms + {1e3 * fit.micro_batch_s:,.1f} ms for each of the slowest rank's "
+            f"micro-batches, of {fit.num_micro_batches} per step"
+        )
     else:
         print("fitted: more ranks are not faster here, so more than were measured are not estimated")
     if num_steps:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -12,6 +13,10 @@ from samestep.config import NO_INTERCEPTORS, Overrides, to_variables
 from samestep.files import open_regular
 from samestep.processes import running
 from samestep.world.environment import TRACE, child_variables
+
+# Options of the runs that a tool starts.
+OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
+SHOWN_LINES = 30  # of the end of a script's output
 
 
 def run_to_end(command: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
@@ -21,15 +26,19 @@ def run_to_end(command: Sequence[str], variables: Mapping[str, str], output: Pat
 
 
 @contextmanager
-def exiting_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit for SIGTERM in the block, so that the script ends and its files are removed."""
+def open_workdir(name: str) -> Iterator[Path]:
+    """Create a temporary directory for scripts, with `name` in its name, and remove it at the end of the block.
+
+    SIGTERM raises SystemExit in the block, so that the script ends too.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
-        yield
+        with TemporaryDirectory(prefix=f"samestep-{name}-", ignore_cleanup_errors=True) as path:
+            yield Path(path)
     finally:
         signal.signal(signal.SIGTERM, before)
 

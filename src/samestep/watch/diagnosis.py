@@ -152,8 +152,8 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
         what = f"{PHASES[beat.phase]} for {format_time(round(still_s))} at step {beat.step}"
         return f"{what}, {beat.line}" if beat.line else what
 
-    groups = _group(others, describe).items()
-    return "; ".join(f"{_name(beats)} {'has' if len(beats) == 1 else 'have'} {what}" for what, beats in groups)
+    groups = _group(others, describe)
+    return "; ".join(f"{_name(each)} {'has' if len(each) == 1 else 'have'} {what}" for what, each in groups.items())
 
 
 def _describe_silent(silent: Sequence[Beat], still_s: float) -> str:
@@ -161,8 +161,8 @@ def _describe_silent(silent: Sequence[Beat], still_s: float) -> str:
     processes = {rank.process for rank in silent}
     why = SILENCE.get(processes.pop() if len(processes) == 1 else "", SILENCE[""])
     last = max(rank.step for rank in silent)
-    for_s = format_time(round(still_s))
-    return f"nothing was heard of {_name(silent)} for {for_s}, last heartbeat at step {last}: {why}"
+    found = f"nothing was heard of {_name(silent)} for {format_time(round(still_s))}"
+    return f"{found}, last heartbeat at step {last}: {why}"
 
 
 def _describe_waiting(groups: Mapping[str, Sequence[Beat]], still_s: float) -> str:
@@ -178,8 +178,9 @@ def _describe_waiting(groups: Mapping[str, Sequence[Beat]], still_s: float) -> s
 def _describe_exchange(beat: Beat) -> str:
     if beat.waits_in == "the exchange":  # one that is not about gradients
         return f"an exchange while {PHASES[beat.phase].removeprefix('been ')}"
-    is_ours = beat.waits_in.startswith("the ")
-    return beat.waits_in if is_ours or not beat.line else f"{beat.waits_in} ({beat.line})"
+    if beat.waits_in.startswith("the ") or not beat.line:
+        return beat.waits_in
+    return f"{beat.waits_in} ({beat.line})"
 
 
 def _describe_wait(waiting: Sequence[Beat], num_blocking: int) -> str:

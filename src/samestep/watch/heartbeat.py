@@ -207,8 +207,9 @@ class Heartbeat:
         self._find_dir = find_dir
         self._shown: Sequence[Beat] | None = None  # the states of all ranks, for the thread that writes them
         self._has_written = False
-        first = Message(self._builder.build())
-        self._exchange = BeatExchange(entries, facts.rank, facts.members, self._interval_s, first)
+        self._exchange = BeatExchange(
+            entries, facts.rank, facts.members, self._interval_s, first=Message(self._builder.build())
+        )
         self._state: State = Moving()
         self._checked_s = self._awake_since_s = time.monotonic()
         self._failures = set[str]()  # that were printed

@@ -46,8 +46,7 @@ def read_back(checksums: Mapping[str, Tensor]) -> dict[str, int]:
 
 def combine(checksums: Mapping[str, int]) -> int:
     """Hash the checksums, by name, to 63 bits."""
-    text = json.dumps(checksums, sort_keys=True).encode()
-    return hash_short(text) >> 1
+    return hash_short(json.dumps(checksums, sort_keys=True).encode()) >> 1
 
 
 @dataclass(frozen=True)

@@ -162,9 +162,13 @@ class WandB:
             import wandb
         log = self._log = ServiceLog(info, "wandb")
         log.begin(log.run_id or uuid.uuid4().hex[:12])
-        config = {"samestep": info.describe(), **info.config}
-        directory = info.dir and str(info.dir)
-        ours = {"name": log.run_name, "config": config, "id": log.run_id, "resume": "allow", "dir": directory}
+        ours = {
+            "name": log.run_name,
+            "config": {"samestep": info.describe(), **info.config},
+            "id": log.run_id,
+            "resume": "allow",
+            "dir": info.dir and str(info.dir),
+        }
         self._run = wandb.init(**{**ours, **self.init})
         log.begin(self._run.id)  # of an `id` among the arguments, or of a sweep
         self._run.define_metric("step")

@@ -159,8 +159,11 @@ class Trackers:
             if info.resumed_step:
                 self._warn(f"tracker {name} cannot start, and gets no rows: {_describe(error)}")
                 return
-            advice = f"correct its arguments or its installation, or train without it: {advise(trackers='none')}"
-            raise Error(f"tracker {name} cannot start ({_describe(error)}): {advice}", code="SS807") from error
+            raise Error(
+                f"tracker {name} cannot start ({_describe(error)}): correct its arguments or its installation, or "
+                f"train without it: {advise(trackers='none')}",
+                code="SS807",
+            ) from error
         self._running.append(_Delivery(tracker, name))
 
     def log(self, values: Mapping[str, Any], step: int) -> None:

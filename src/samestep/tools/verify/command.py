@@ -13,15 +13,13 @@ from samestep.cli import JSON, print_json
 from samestep.config import OPTIONS, Option, format_flags, name_flag, whole
 from samestep.console import print_result, show_activity
 from samestep.errors import Error
-from samestep.files import open_workdir
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.launch.target import ScriptCommand, Target, check_target, parse_sizes
 from samestep.plan.tree import check_numbers
-from samestep.tools.traced_script import exiting_on_sigterm
+from samestep.tools.traced_script import OF_RUN, open_workdir
 from samestep.tools.verify.plain import run_plain
 from samestep.tools.verify.runs import DRIFT, DRIFTED, Difference, Setup, Trial, explain, find_difference, run_trial
 
-OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
 NOT_OF_PLAIN = ("shard", "kills", "kill_seed", "heal", *OF_RUN)
 FLAGS: dict[str, Option] = {
     "steps": Option(int, "N", "steps of each run; default: 20", whole(1)),
@@ -74,7 +72,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
         modes = [OPTIONS["shard"].check("--shard", each.strip()) or "none" for each in values["shard"].split(",")]
     if world_sizes == [1] and ("heal" in values or len(modes) > 1):
         raise Error("--heal and --shard need several ranks, and --world-sizes has 1 only: add 2", code="SS104")
-    with exiting_on_sigterm(), open_workdir("verify") as home:
+    with open_workdir("verify") as home:
         verification = _Verification(target, values, home.resolve())
         if "json" not in values:
             print(f"samestep verify {' '.join(target.to_words())}", flush=True)
@@ -82,8 +80,14 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
         verification.compare_all(world_sizes, modes)
     sentence = "everything is the same" if verification.is_same else "it is NOT the same"
     if "json" in values:
-        facts = {"same": verification.is_same, "conclusion": sentence}
-        print_json(facts | {"findings": verification.lines, "runs": verification.rows})
+        print_json(
+            {
+                "same": verification.is_same,
+                "conclusion": sentence,
+                "findings": verification.lines,
+                "runs": verification.rows,
+            }
+        )
     else:
         print("\n".join([*verification.lines, sentence]))
     return 0 if verification.is_same else 1

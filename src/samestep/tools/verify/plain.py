@@ -15,12 +15,11 @@ from typing import Any
 from samestep.cli import print_json
 from samestep.console import format_ranks, print_result, show_activity
 from samestep.errors import Error
-from samestep.files import open_workdir, read_tail
+from samestep.files import read_tail
 from samestep.launch.target import Target
 from samestep.processes import running
-from samestep.tools.traced_script import exiting_on_sigterm
+from samestep.tools.traced_script import SHOWN_LINES, open_workdir
 from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, Finding, PlainRank, check_all, read_ranks
-from samestep.tools.verify.runs import SHOWN_LINES
 from samestep.world.environment import HOOK, child_variables
 
 RECORDER = "samestep.tools.verify.plain_recorder"
@@ -48,7 +47,7 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
     rows: list[dict[str, Any]] = []
     results: dict[str, Finding] = {}
     deadline_s: float | None = None
-    with exiting_on_sigterm(), open_workdir("verify") as home:
+    with open_workdir("verify") as home:
         for size in world_sizes:
             where = format_ranks(size)
             show_activity(f"{target.name} on {where} ...")

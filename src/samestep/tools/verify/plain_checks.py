@@ -110,8 +110,7 @@ class PlainRank(msgspec.Struct):
 
 def read_ranks(directory: Path) -> list[PlainRank]:
     """Read the records of the processes that made an update, in the order of their ranks."""
-    paths = directory.glob("*.record")
-    ranks = [msgspec.msgpack.decode(read_bytes(path), type=PlainRank) for path in paths]
+    ranks = [msgspec.msgpack.decode(read_bytes(path), type=PlainRank) for path in directory.glob("*.record")]
     return sorted((each for each in ranks if each.updates), key=lambda each: each.rank)
 
 
@@ -172,8 +171,8 @@ def _judge_epoch(passes: Sequence[Pass], length: int | None, is_training: bool) 
     elif repeated and is_training:
         yield OK if padding else MISTAKE, f"{len(repeated)} of {num} samples are repeated in an epoch{padding}"
     elif repeated and not all(each.is_trimmed for each in passes):
-        advice = "give each rank its share without padding, and add up sums and counts"
-        yield MISTAKE, f"{len(repeated)} of {num} samples count more than once{padding}: {advice}"
+        found = f"{len(repeated)} of {num} samples count more than once{padding}"
+        yield MISTAKE, f"{found}: give each rank its share without padding, and add up sums and counts"
     if is_training and is_complete and len(num_batches) > 1:
         yield MISTAKE, f"ranks have {num_batches[0]} to {num_batches[-1]} batches in an epoch"
     if num_missing:
@@ -195,8 +194,8 @@ def check_order(runs: Runs) -> Iterator[Finding]:
             if one.samples[: num - 1] == sorted(one.samples[: num - 1]):  # the last one may be padding
                 yield OK, "the samples are not shuffled"
             elif one.samples[:num] == other.samples[:num]:
-                where = f"on {format_ranks(size)}"
-                yield MISTAKE, f"{where}, epochs have the same shuffled order: call sampler.set_epoch(epoch)"
+                found = f"on {format_ranks(size)}, epochs have the same shuffled order"
+                yield MISTAKE, f"{found}: call sampler.set_epoch(epoch)"
             else:
                 yield OK, "a different one in each epoch"
 
@@ -281,8 +280,8 @@ def check_replicas(runs: Runs) -> Iterator[Finding]:
         if step is None:
             yield OK, f"the same weights on {size} ranks after each of {len(steps)} steps"
         else:
-            how = f"have different weights after step {step} (by {errors[step]:.1e} of their norm)"
-            yield MISTAKE, f"on {size} ranks, ranks {how}"
+            by = f"{errors[step]:.1e} of their norm"
+            yield MISTAKE, f"on {size} ranks, ranks have different weights after step {step} (by {by})"
 
 
 # Check -> what it does, and why it may have nothing to judge.

@@ -50,8 +50,7 @@ def begin(options: Mapping[str, Any]) -> None:
 @cache
 def draw_vectors(number: int, size: int) -> Tensor:
     """Return the random vectors for a tensor of a list. They do not come from the global generators."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn((NUM_VECTORS, size), generator=generator, dtype=torch.float64)
+    return torch.randn((NUM_VECTORS, size), generator=torch.Generator().manual_seed(number), dtype=torch.float64)
 
 
 def project(number: int, tensor: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
 from samestep.snapshot.logs import read_records
 from samestep.snapshot.store import Store
-from samestep.tools.traced_script import find_errors, read_lines, run_traced
+from samestep.tools.traced_script import SHOWN_LINES, find_errors, read_lines, run_traced
 from samestep.watch.records import HEALS, LEDGER, read_rows
 
 TRACE = "samestep.tools.interceptors:Trace"
-SHOWN_LINES = 30
 
 # The facts of a step, on its way from samples to state.
 STAGES = ("initial", "samples", "input", "losses", "draws", "gradient", "state", "value")
