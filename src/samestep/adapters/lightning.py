@@ -257,15 +257,13 @@ def fit(
             "fit got no training data: pass train_loader or a LightningDataModule, or define train_dataloader",
             code="SS802",
         )
-    num_samples = len(getattr(train_loader, "dataset", train_loader))
-    trainer.num_training_batches = math.ceil(num_samples / run.batch_size)
+    trainer.num_training_batches = math.ceil(len(getattr(train_loader, "dataset", train_loader)) / run.batch_size)
     trainer.estimated_stepping_batches = max_epochs * trainer.num_training_batches
     logs = _prepare(run, trainer)
-    schedules = trainer.lr_scheduler_configs
     for epoch in run.epochs(train_loader, max_epochs):
         _run_epoch(run, trainer, epoch, logs, gradient_clip_val)
         _log_epoch(run, trainer, epoch, logs, val_loader)
-        _step(schedules, "epoch", epoch.number, trainer.callback_metrics)
+        _step(trainer, "epoch", epoch.number)
         _keep_best(run, trainer, monitor, 1 if mode == "min" else -1, epoch.number, patience)
         if trainer.should_stop:
             run.stop()
@@ -329,10 +327,9 @@ def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]
 def _set_up(run: Run, trainer: Trainer, stage: str) -> None:
     """Prepare the data on one rank per host, and call `setup`."""
     own = [] if trainer.datamodule is None else [trainer.datamodule]
-    owners = [*own, trainer.lightning_module]
 
     def prepare_data() -> None:
-        for owner in owners:
+        for owner in (*own, trainer.lightning_module):
             if run.rank == 0 or owner.prepare_data_per_node:
                 owner.prepare_data()
 
@@ -413,11 +410,10 @@ def _check(module: Any, monitor: str | None, mode: str, patience: int | None) ->
     of_lightning = find_class(module, "LightningModule")
     if of_lightning is None:
         raise InvalidType(f"fit needs a LightningModule, not a {type(module).__name__}", code="SS102")
-    name = type(module).__name__
-    replaced = [each for each in NOT_CALLED if is_replaced(module, each, of_lightning)]
-    if replaced:
+    if replaced := [each for each in NOT_CALLED if is_replaced(module, each, of_lightning)]:
         raise InvalidValue(
-            f"{name} replaces {' and '.join(replaced)} of Lightning's loop, which fit does not call", code="SS801"
+            f"{type(module).__name__} replaces {' and '.join(replaced)} of Lightning's loop, which fit does not call",
+            code="SS801",
         )
     if mode not in ("min", "max"):
         raise InvalidValue(f"mode must be min or max, not {mode!r}", code="SS101")
@@ -453,11 +449,11 @@ def _configure(module: Any) -> tuple[torch.optim.Optimizer, list[LightningSchedu
     ]
 
 
-def _step(schedules: list[LightningSchedule], interval: str, number: int, values: Mapping[str, float]) -> None:
+def _step(trainer: Trainer, interval: str, number: int) -> None:
     """Step the schedules of an interval after the step or epoch of this number, where they are due."""
-    for schedule in schedules:
+    for schedule in trainer.lr_scheduler_configs:
         if schedule.interval == interval and (number + 1) % schedule.frequency == 0:
-            schedule.step(values)
+            schedule.step(trainer.callback_metrics)
 
 
 def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip_val: float | None) -> None:
@@ -486,7 +482,7 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
             run.clip_grad_norm_(module.parameters(), gradient_clip_val)
         optimizer.step()
         logs.show(step.metrics)
-        _step(trainer.lr_scheduler_configs, "step", step.number, trainer.callback_metrics)
+        _step(trainer, "step", step.number)
     trainer.global_step = run.steps_done
     trainer.training = False
 

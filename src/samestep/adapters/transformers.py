@@ -254,13 +254,13 @@ class Trainer:
             self.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
         if data_collator is None:
             kinds = transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor
-            pads = isinstance(processing_class, kinds)
-            data_collator = transformers.DataCollatorWithPadding(processing_class) if pads else None
-        collate = transformers.default_data_collator if data_collator is None else data_collator
+            data_collator = transformers.default_data_collator
+            if isinstance(processing_class, kinds):
+                data_collator = transformers.DataCollatorWithPadding(processing_class)
         if args.remove_unused_columns:
             wanted = [*signature(base.forward).parameters, "label", "label_ids", *self.label_names]
-            collate = RemoveColumnsCollator(collate, wanted)
-        self.collator = Collator(collate, shifts)
+            data_collator = RemoveColumnsCollator(data_collator, wanted)
+        self.collator = Collator(data_collator, shifts)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -312,7 +312,7 @@ class Trainer:
         self.state.best_metric = run.state.get("best")
         self._call("on_train_begin")
         self.model.train()
-        epochs = run.epochs(
+        for epoch in run.epochs(
             self.train_dataset,
             self.state.num_train_epochs,
             collate_fn=self.collator,
@@ -320,8 +320,7 @@ class Trainer:
             shuffle=args.train_sampling_strategy == "random",
             drop_last=args.dataloader_drop_last,
             pin_memory=args.dataloader_pin_memory,
-        )
-        for epoch in epochs:
+        ):
             self._call("on_epoch_begin")
             for step in epoch:
                 self._call("on_step_begin")
@@ -417,8 +416,7 @@ class Trainer:
         state = self.run.state
         if args.metric_for_best_model is None:
             return
-        name = args.metric_for_best_model
-        name = name if name.startswith("eval_") else f"eval_{name}"
+        name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         if name not in metrics:
             raise InvalidValue(
                 f"metric_for_best_model is {name}, which is none of the metrics: {', '.join(metrics)}", code="SS803"
@@ -505,13 +503,16 @@ class Trainer:
                     scores[f"{name}{i}"] = list(values.cpu().numpy())
             return scores
 
-        size = self.args.per_device_eval_batch_size
-        workers = self.args.dataloader_num_workers
-        scores = self.run.evaluate(score, data, collate_fn=self.collator, num_workers=workers, micro_batch_size=size)
+        scores = self.run.evaluate(
+            score,
+            data,
+            collate_fn=self.collator,
+            num_workers=self.args.dataloader_num_workers,
+            micro_batch_size=self.args.per_device_eval_batch_size,
+        )
         metrics = {f"{prefix}_loss": scores["loss"]} if "loss" in scores else {}
-        found = {kind: [_pad(v) for k, v in scores.items() if k.startswith(kind)] for kind in ("logits", "labels")}
-        logits = _unpack(found["logits"])
-        labels = _unpack(found["labels"])
+        logits = _unpack([_pad(value) for name, value in scores.items() if name.startswith("logits")])
+        labels = _unpack([_pad(value) for name, value in scores.items() if name.startswith("labels")])
         if self.compute_metrics is not None and logits is not None and labels is not None:
             computed = self.run.once(self.compute_metrics, transformers.EvalPrediction(logits, labels))
             metrics |= {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": float(v) for n, v in computed.items()}
@@ -535,21 +536,20 @@ class Trainer:
         self.run.once(_save, things, directory)
 
 
+@dataclasses.dataclass
 class CallbackState:
     """The state of a callback of transformers, for snapshots."""
 
-    def __init__(self, callback: Any) -> None:
-        self._callback = callback
+    callback: Any
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Any:
         """Return the attributes that the callback exports."""
-        attributes: dict[str, Any] = self._callback.state().get("attributes", {})
-        return attributes
+        return self.callback.state().get("attributes", {})
 
     def load_state_dict(self, attributes: Mapping[str, Any]) -> None:
         """Set the attributes."""
         for name, value in attributes.items():
-            setattr(self._callback, name, value)
+            setattr(self.callback, name, value)
 
 
 def _check_callback(callback: Any) -> Any:
