@@ -301,9 +301,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 def is_detectable(tensor: Tensor) -> bool:
     """Return whether a tensor is large and dense, so that `WriteDetector` can detect writes to it."""
-    if tensor.nbytes < LARGE_BYTES or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
-        return False
-    return is_dense(tensor)
+    is_plain = not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+    return tensor.nbytes >= LARGE_BYTES and is_plain and is_dense(tensor)
 
 
 def _flatten(tensor: Tensor) -> Tensor:

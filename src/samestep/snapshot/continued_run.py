@@ -22,7 +22,7 @@ from samestep.snapshot.serialization import SavedState, encode
 from samestep.snapshot.store import SavedRun, Store
 from samestep.watch.records import LEDGER, METRICS
 
-_PLANNED_BY = ("batch_size", "seed")  # the numbers that decide which samples a step uses
+_PLANNED_BY = {"batch_size", "seed"}  # the numbers that decide which samples a step uses
 
 
 def continue_run(
@@ -137,7 +137,7 @@ def _build_record(
         )
     begins = position.get("begins", [])
     loops = before.get("loops", [])
-    if changed & {*_PLANNED_BY}:
+    if changed & _PLANNED_BY:
         number = len(position.get("loops", []))
         begins = [row for row in begins if row[0] < number] + [_find_begin(store, position, before, number, called)]
         loops = loops[: max(number - 1, 0)]

@@ -131,8 +131,7 @@ class StepRecords:
         """Record a step that waits."""
         get_entry = self._get_entry
         self._get_entry = None
-        entry = None if get_entry is None else get_entry()
-        if entry is not None:
+        if get_entry is not None and (entry := get_entry()) is not None:
             self._record(entry)
 
     def _record(self, entry: Entry) -> None:

@@ -109,13 +109,12 @@ class Mirror:
     @_requests
     def write(self, name: str, content: bytes) -> None:
         """Write or replace a file. Object stores do this atomically; for a local disk, a rename does."""
-        if not getattr(self._fs, "local_file", False):
-            self._put(name, lambda path: self._fs.pipe_file(path, content))
-            return
+        is_local = getattr(self._fs, "local_file", False)
         folder, _, last = name.rpartition("/")
-        partial = f"{folder}/.{last}".lstrip("/")
-        self._put(partial, lambda path: self._fs.pipe_file(path, content))
-        self._fs.mv(self._at(partial), self._at(name))
+        written = f"{folder}/.{last}".lstrip("/") if is_local else name
+        self._put(written, lambda path: self._fs.pipe_file(path, content))
+        if is_local:
+            self._fs.mv(self._at(written), self._at(name))
 
     def download(self, directory: Path) -> None:
         """Download the files of a run besides its snapshots, without one that does not exist. Raises OSError, too.
@@ -133,11 +132,9 @@ class Mirror:
         return [f"{ORDERS}/{name}" for name in names if _ORDER.fullmatch(name)]
 
     def _find(self, name: str) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = self._fs.find(self._at(name), detail=True)
-        except FileNotFoundError:
-            return {}
-        return found
+        with suppress(FileNotFoundError):
+            return dict(self._fs.find(self._at(name), detail=True))
+        return {}
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")

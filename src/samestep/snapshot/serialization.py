@@ -379,8 +379,7 @@ class _Encoder:
             is_empty = local.numel() == 0 < tensor.numel()  # a shard without rows
             if not is_elsewhere and not is_empty and (self._is_mine is None or self._is_mine(tensor)):
                 self.tensors[name] = local
-        name, _ = self._named[key]
-        encoded = {KIND: "tensor", "name": name, "dtype": dtype, "shape": list(tensor.shape)}
+        encoded = {KIND: "tensor", "name": self._named[key][0], "dtype": dtype, "shape": list(tensor.shape)}
         is_whole = local.shape == tensor.shape
         if is_whole and strides != torch.empty(local.shape, device="meta").stride() and is_dense(local):
             encoded["strides"] = list(strides)  # the next update has the same bits in the same layout only

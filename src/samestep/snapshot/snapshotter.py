@@ -140,9 +140,9 @@ class Writer:
             return
         if self._location.is_divided:  # the other ranks may be gone
             self.handle(Event.FAILED)
-            return
-        self.copy.join()
-        self.handle(Event.UNSOUND if self.copy.torn or self.inspection.find_infinite() else Event.SOUND)
+        else:
+            self.copy.join()
+            self.handle(Event.UNSOUND if self.copy.torn or self.inspection.find_infinite() else Event.SOUND)
 
     def _run(self) -> None:
         try:

@@ -403,6 +403,6 @@ def _write_json(path: Path, value: Any) -> Extents:
     return [Extent(METADATA, len(text), hash_bytes(text))]
 
 
+@at_rest()
 def _sync(directory: Path) -> None:
-    with at_rest():
-        sync_directory(directory)
+    sync_directory(directory)

@@ -96,7 +96,7 @@ class WebDataset:
             raise IndexError(f"samples {asked.min()} to {asked.max()} of {len(self)}")
         shards = np.searchsorted(self._stops, asked, side="right") - 1
         rows = asked - self._stops[shards]
-        samples = [self._read(shard, row) for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
+        samples = [*map(self._read, shards.tolist(), rows.tolist())]
         return samples if self._transform is None else [self._transform(sample) for sample in samples]
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
