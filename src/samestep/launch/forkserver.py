@@ -129,10 +129,10 @@ def _program_directory() -> str:
 
 def _start_server(fd: int) -> int:
     """Start a server in a new process, connected through `fd`. Returns its pid."""
-    package_parent = str(Path(__file__).parents[2])
     # -P: a file in the working directory must not shadow a module that torch imports.
     code = (
-        f"import sys; sys.path.append({package_parent!r}); from multiprocessing.connection import Connection; "
+        f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
+        "from multiprocessing.connection import Connection; "
         "from samestep.launch.forkserver import serve; serve(Connection(3))"
     )
     return os.posix_spawn(
@@ -215,28 +215,24 @@ class _Server:
         while True:
             ready = wait([self.client, *(file for _, file in self.ranks.values())])
             self.reap()
-            if self.client in ready and not self.process_request():
+            if self.client not in ready:
+                continue
+            try:
+                request = self.client.recv()
+                files = [recv_handle(self.client) for _ in range(3)] if "start" in request else []
+            except (EOFError, OSError):
                 break
+            if files:
+                self.start(request["start"], request["common"], *files)
+            else:
+                self.send_signal(request["signal"], request["spared"])
         self.send_signal(signal.SIGKILL)
         for pid in self.ranks:
             os.waitpid(pid, 0)
         shutil.rmtree(self.directory, ignore_errors=True)  # a client that was killed has not removed it
 
-    def process_request(self) -> bool:
-        """Process a request. Returns False if the client has ended."""
-        try:
-            request = self.client.recv()
-            files = [recv_handle(self.client) for _ in range(3)] if "start" in request else []
-        except (EOFError, OSError):
-            return False
-        if files:
-            self.start(request["start"], request["common"], *files)
-        else:
-            self.send_signal(request["signal"], request["spared"])
-        return True
-
     def send(self, event: dict[str, Any]) -> None:
-        with suppress(OSError):  # `process_request` notices that the client has ended
+        with suppress(OSError):  # `run` notices that the client has ended
             self.client.send(event)
 
     def report(self, error: BaseException) -> None:
@@ -289,8 +285,14 @@ class _Server:
             os.close(file)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(status)
-            self.send({"rank": rank, "code": code, "time_s": time.time(), "signals": [*self.signals]})
+            self.send(
+                {
+                    "rank": rank,
+                    "code": os.waitstatus_to_exitcode(status),
+                    "time_s": time.time(),
+                    "signals": [*self.signals],
+                }
+            )
 
     def send_signal(self, signum: int, spared: Sequence[int] = ()) -> None:
         self.reap()  # a rank that has ended before has not ended by this signal

@@ -169,7 +169,10 @@ class Supervisor:
                 self._lose(node)
             case Board():
                 self._board = event
-                self._end_stuck(event)
+                for rank in self._running():
+                    if rank.number in {*event.stuck} - self.generation.stuck:
+                        self.generation.stuck.add(rank.number)  # the node ends it, so that the others continue
+                        self._tell(rank.node, EndStuck(rank.number, event.reason))
         self._advance()
         return self._commands
 
@@ -191,7 +194,8 @@ class Supervisor:
         elif self._is_insistent:
             self._kill()
         elif self.state is State.RUNNING:
-            self._save()
+            self._enter(State.SAVING)
+            self._tell_all(Signal(signal.SIGTERM if signum == signal.SIGHUP else signum))
 
     def _lose(self, number: int) -> None:
         if (node := self._nodes.get(number)) is None or node.is_lost:
@@ -206,13 +210,6 @@ class Supervisor:
             if rank.node == number:
                 failure = RankFailure(rank.number, self._now_s, 1, False, "died", f"was lost with {node.name}")
                 self._note_end(Ended(rank.number, 1, self._now_s, failure))
-
-    def _end_stuck(self, board: Board) -> None:
-        """Let nodes end ranks that do not respond, so that the others continue."""
-        for rank in self._running():
-            if rank.number in {*board.stuck} - self.generation.stuck:
-                self.generation.stuck.add(rank.number)
-                self._tell(rank.node, EndStuck(rank.number, board.reason))
 
     # --- states -----------------------------------------------------------------------------------------------
 
@@ -247,8 +244,12 @@ class Supervisor:
             self._start(None)
         elif is_due:
             missing = self._describe_missing(f"did not join at {policy.endpoint} within {policy.join_s:.0f} s")
-            advice = f"start the launcher there too, with the same {SECRET}, or allow more time with --rdzv-timeout"
-            self._finish(Outcome.REFUSED, message=f"{missing}: {advice}", error_code="SS507")
+            self._finish(
+                Outcome.REFUSED,
+                message=f"{missing}: start the launcher there too, with the same {SECRET}, or allow more time with "
+                "--rdzv-timeout",
+                error_code="SS507",
+            )
         elif self._now_s >= self._say_s:
             self._say_s = math.inf  # once
             missing = self._describe_missing(f"still missing at {policy.endpoint}")
@@ -296,12 +297,6 @@ class Supervisor:
             self._enter(State.FAILING, FOLLOW_S)
         elif not self._running():
             self._conclude()
-
-    def _save(self) -> None:
-        """After a signal, let the ranks save and end."""
-        signum = self._signals[0]
-        self._enter(State.SAVING)
-        self._tell_all(Signal(signal.SIGTERM if signum == signal.SIGHUP else signum))
 
     def _kill(self, *, spares: bool = False) -> None:
         self._enter(State.KILLING, KILL_S)

@@ -128,9 +128,12 @@ class Transport:
         rows = row.new_empty(world_size, len(row))  # row k is that of rank `self.rank + k`
         rows[0] = row
         for distance, num_rows in plan_gather(world_size):
-            received = _begin(dist.irecv, rows[distance : distance + num_rows], (self.rank + distance) % world_size)
-            sent = _begin(dist.isend, rows[:num_rows], (self.rank - distance) % world_size)
-            self.wait_for([received, sent])
+            self.wait_for(
+                [
+                    _begin(dist.irecv, rows[distance : distance + num_rows], (self.rank + distance) % world_size),
+                    _begin(dist.isend, rows[:num_rows], (self.rank - distance) % world_size),
+                ]
+            )
         return [rows[(rank - self.rank) % world_size].numpy() for rank in range(world_size)]
 
     def gather_number(self, number: int) -> list[int]:
