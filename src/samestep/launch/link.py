@@ -312,7 +312,13 @@ class Link(threading.Thread):
         if beat is None:  # it is not there, or a stranger has written its entry
             return
         if beat != peer.beat:
-            self._note_beat(node, peer, beat)
+            is_same = beat[0] == peer.beat[0]
+            peer.beat = beat
+            peer.beat_s = time.monotonic()
+            if is_same:
+                peer.state = PeerState.HERE
+            elif peer.state is PeerState.HERE:
+                self._lose(node, peer)  # it was started again
         if peer.state is not PeerState.HERE:
             return
         process, count = beat
@@ -325,15 +331,6 @@ class Link(threading.Thread):
             self._inbox.append((node, message))
         if count < 0 or time.monotonic() > peer.beat_s + LOST_S:
             self._lose(node, peer)
-
-    def _note_beat(self, node: int, peer: Peer, beat: tuple[str, int]) -> None:
-        is_same = beat[0] == peer.beat[0]
-        peer.beat = beat
-        peer.beat_s = time.monotonic()
-        if is_same:
-            peer.state = PeerState.HERE
-        elif peer.state is PeerState.HERE:
-            self._lose(node, peer)  # it was started again
 
     def _lose(self, node: int, peer: Peer) -> None:
         if peer.state is not PeerState.LOST:

@@ -201,8 +201,12 @@ class Supervisor:
         if (node := self._nodes.get(number)) is None or node.is_lost:
             return
         if self.state is State.JOINING:
-            what = f"{node.name} has ended before all nodes were there, or --node-rank {number} was given twice"
-            self._finish(Outcome.REFUSED, message=f"{what}: start all nodes again", error_code="SS504")
+            self._finish(
+                Outcome.REFUSED,
+                message=f"{node.name} has ended before all nodes were there, or --node-rank {number} was given twice: "
+                "start all nodes again",
+                error_code="SS504",
+            )
             return
         node.is_lost = True
         self._can_restart = False

@@ -189,7 +189,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     Raises Error if the variables of a rank are incomplete or invalid.
     """
     if variables is None:
-        _set_rank()
+        names = None if "RANK" in os.environ else find_names(os.environ)
+        if names is not None:
+            os.environ.update(translate_variables(os.environ, names))
+        if names is SLURM:
+            os.environ[SRUN] = "1"
         variables = os.environ
 
     def number(name: str, default: int) -> int:
@@ -235,15 +239,6 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         heals=HEAL in variables,
         begun=BegunRun(**json.loads(variables[CONTINUES])) if CONTINUES in variables else None,
     )
-
-
-def _set_rank() -> None:
-    """Set the variables of a rank from those of srun or mpirun, unless they are set."""
-    if "RANK" in os.environ or (names := find_names(os.environ)) is None:
-        return
-    os.environ.update(translate_variables(os.environ, names))
-    if names is SLURM:
-        os.environ[SRUN] = "1"
 
 
 # --- mpirun and srun --------------------------------------------------------------------------------------------------
