@@ -391,8 +391,8 @@ def _unchanged(value: Any) -> Any:
 def pack(error: Error) -> WorkerFailure:
     """Convert an Error in a worker for sending."""
     text = "".join(traceback.format_exception(error.__cause__ or error))
-    kind = KINDS[name_kind(error)]  # a script's own subclass may not be one that can be sent
-    return WorkerFailure(kind(str(error), code=error.code), text)
+    # A script's own subclass may not be one that can be sent.
+    return WorkerFailure(KINDS[name_kind(error)](str(error), code=error.code), text)
 
 
 def locate_error(error: Error, logs: Path | None, rank: int, place: str) -> Error:

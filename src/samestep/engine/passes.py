@@ -96,6 +96,7 @@ class MixedPrecision:
             self._good_steps = state["good_steps"]
 
 
+@dataclass(eq=False)
 class Gradients:
     """Averages the gradients of the models of one run, and what all passes have in common.
 
@@ -114,26 +115,17 @@ class Gradients:
         plan: the parameters, and how their gradients are summed.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        group: Group,
-        precision: MixedPrecision,
-        *,
-        micro_batch_size: int,
-        ownership: Ownership | None = None,
-        models: ShardedModels | None = None,
-        exchange_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.modules = modules
-        self.group = group
-        self.precision = precision
-        self.micro_batch_size = micro_batch_size
-        self.ownership = ownership
-        self.buffers = Buffers(modules, group)
+    modules: Mapping[str, nn.Module]
+    group: Group
+    precision: MixedPrecision
+    micro_batch_size: int
+    ownership: Ownership | None = None
+    models: ShardedModels | None = None
+    exchange_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.buffers = Buffers(self.modules, self.group)
         self.logged_names: list[str] = []
-        self._models = models
-        self._exchange_dtype = exchange_dtype
         self.set_parameters((), ())
 
     def set_parameters(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> None:
@@ -143,14 +135,14 @@ class Gradients:
             self.group,
             untrained=untrained,
             owners=None if self.ownership is None else self.ownership.assign([param for _, param in trained]),
-            models=self._models,
-            exchange_dtype=self._exchange_dtype,
+            models=self.models,
+            exchange_dtype=self.exchange_dtype,
         )
 
     def free_gathered(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered, if parameters are sharded."""
-        if self._models is not None:
-            self._models.free_gathered()
+        if self.models is not None:
+            self.models.free_gathered()
 
     def find_wanted(self, model: nn.Module) -> set[int]:
         """Return the numbers of the trained parameters of a prepared model."""

@@ -133,8 +133,8 @@ class ShardedUnit:
         return inputs
 
     def _note_outputs(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        is_recomputed = self.receive is not None  # by an activation checkpoint, in a backward pass
-        if is_recomputed or not torch.is_grad_enabled():
+        # In a backward pass, an activation checkpoint computes it again.
+        if self.receive is not None or not torch.is_grad_enabled():
             return
         for tensor in _find_differentiable(output):
             tensor.register_hook(self._refuse_outside)

@@ -99,8 +99,6 @@ def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: in
         >>> compute_memory(sizes, "fsdp2", 4)
         RankMemory(parameters=160, gradients=160, optimizer_state=320, gathered_block=800)
     """
-    parameters = sum(each.num_bytes for each in sizes)
-    gradients = sum(each.gradient_bytes for each in sizes)
     if shard == "fsdp2" and world_size > 1:
         return RankMemory(
             sum(_divide(each.num_bytes, each.num_rows, world_size) for each in sizes),
@@ -108,15 +106,16 @@ def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: in
             sum(_divide(each.state_bytes, each.num_rows, world_size) + each.small_bytes for each in sizes),
             _find_gathered(sizes),
         )
-    states = [each.state_bytes + each.small_bytes for each in sizes]
+    parameters = sum(each.num_bytes for each in sizes)
+    gradients = sum(each.gradient_bytes for each in sizes)
     if shard == "optimizer" and world_size > 1:
-        trained = [i for i, each in enumerate(sizes) if each.gradient_bytes]
+        trained = [each for each in sizes if each.gradient_bytes]
         owned = [0] * world_size
-        owners = choose_owners([sizes[i].num_bytes for i in trained], world_size, {})
-        for i, owner in zip(trained, owners, strict=True):
-            owned[owner] += states[i]
+        owners = choose_owners([each.num_bytes for each in trained], world_size, {})
+        for each, owner in zip(trained, owners, strict=True):
+            owned[owner] += each.state_bytes + each.small_bytes
         return RankMemory(parameters, gradients, max(owned))
-    return RankMemory(parameters, gradients, sum(states))
+    return RankMemory(parameters, gradients, sum(each.state_bytes + each.small_bytes for each in sizes))
 
 
 def _divide(num_bytes: int, num_rows: int, world_size: int) -> int:
