@@ -443,9 +443,9 @@ def _configure(module: Any) -> tuple[torch.optim.Optimizer, list[LightningSchedu
             "loop with samestep.Run",
             code="SS801",
         )
-    schedulers = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     return optimizers[0], [
-        LightningSchedule(**each) if isinstance(each, Mapping) else LightningSchedule(each) for each in schedulers
+        LightningSchedule(**each) if isinstance(each, Mapping) else LightningSchedule(each)
+        for each in (schedulers if isinstance(schedulers, list | tuple) else [schedulers])
     ]
 
 

@@ -110,9 +110,9 @@ class Metrics:
             _merge(metric, [state[path]] if path in state else [])
 
     def _find(self, metric: Any, name: str | None) -> str:
-        path = next((path for path, own in self._metrics.items() if own is metric), None)
-        if path is not None:
-            return path
+        for path, own in self._metrics.items():
+            if own is metric:
+                return path
         raise InvalidType(
             f"self.log got {name}, a {type(metric).__name__} that is no submodule of the LightningModule: assign it to "
             "an attribute in __init__, or to an nn.ModuleDict",

@@ -287,9 +287,8 @@ class Trainer:
             if isinstance(callback, ExportableState):
                 objects[f"callback{i}"] = CallbackState(callback)
         self.run.prepare(**objects)
-        compiled = self.args.torch_compile
         options = {"backend": self.args.torch_compile_backend, "mode": self.args.torch_compile_mode}
-        self._forward = torch.compile(self.model, **options) if compiled else self.model
+        self._forward = torch.compile(self.model, **options) if self.args.torch_compile else self.model
         self._call("on_init_end")
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
@@ -488,9 +487,7 @@ class Trainer:
                     loss, outputs = self.compute_loss(self._forward, batch, True, num_labels)
                 else:
                     outputs = self._forward(**batch)
-            scores: dict[str, Any] = {}
-            if labels:
-                scores["loss"] = (loss if num_labels else 0.0, num_labels)
+            scores: dict[str, Any] = {"loss": (loss if num_labels else 0.0, num_labels)} if labels else {}
             if loss_only:
                 return scores
             logits = [v for name, v in outputs.items() if name not in ignored and isinstance(v, Tensor)]

@@ -108,8 +108,14 @@ def judge_run_dir(participants: Participants, facts: Mapping[int, Mapping[str, A
             f"{wanted} on {participants.name_nodes(apart)} differs from that on {participants.name_node(0)}: a run "
             "keeps a copy on each such host"
         )
-        advice = "use a file system that all nodes share, if there is one, and give the full path"
-        problems.append(Finding("run_dir", WARN, found, advice))
+        problems.append(
+            Finding(
+                "run_dir",
+                WARN,
+                found,
+                "use a file system that all nodes share, if there is one, and give the full path",
+            )
+        )
     where = ", and is one for all hosts" if len(facts) > 1 else ""
     return problems or [Finding("run_dir", PASS, f"{wanted} can be written{where}")]
 
@@ -244,8 +250,14 @@ def judge_collectives(participants: Participants, facts: Mapping[int, Mapping[st
     problems = []
     for sentence in dict.fromkeys(text for fact in facts.values() for text in fact["wrong"]):
         where = participants.name_ranks([rank for rank, fact in facts.items() if sentence in fact["wrong"]])
-        advice = "do not train here: look for failing memory, GPUs or network cards there (dmesg, DCGM)"
-        problems.append(Finding("collectives", FAIL, f"{sentence}: {where}", advice))
+        problems.append(
+            Finding(
+                "collectives",
+                FAIL,
+                f"{sentence}: {where}",
+                "do not train here: look for failing memory, GPUs or network cards there (dmesg, DCGM)",
+            )
+        )
     one = next(iter(facts.values()))
     right = Finding("collectives", PASS, f"right, over {'NCCL' if one['device'] == 'cuda' else 'gloo'}")
     return [*(problems or [right]), *judge_links(one["links"])]
@@ -262,10 +274,15 @@ def judge_links(links: Sequence[dict[str, Any]]) -> list[Finding]:
     if not num_slow:
         found = f"{format_bytes(usual)}/s from host to host (median); slowest: {shown[0]}"
         return [Finding("links", PASS, found, measured=measured)]
-    slowest = "; then ".join(shown[: min(num_slow, 4)])
-    found = f"the slowest link is {slowest}; the median is {format_bytes(usual)}/s"
-    advice = "check the network card, cable and switch port that they share (ethtool: speed, errors), or leave it out"
-    return [Finding("links", WARN, found, advice, measured)]
+    return [
+        Finding(
+            "links",
+            WARN,
+            f"the slowest link is {'; then '.join(shown[: min(num_slow, 4)])}; the median is {format_bytes(usual)}/s",
+            "check the network card, cable and switch port that they share (ethtool: speed, errors), or leave it out",
+            measured,
+        )
+    ]
 
 
 CHECKS = (

@@ -157,7 +157,7 @@ def examine(
             if rank == 0 and not json:
                 show_activity(f"  ...   {check.name}")
             hangs = not _look(context, check)
-            has_hung = has_hung or hangs
+            has_hung |= hangs
             if rank == 0:
                 limit_s = GRACE_S if hangs else check.limit_s + GRACE_S
                 found = judge_answers(check, participants, exchange.collect(f"check/{check.name}", limit_s))
@@ -166,14 +166,20 @@ def examine(
                     _print(found)
         _wait_for_rank_0(exchange)
     except (OSError, RuntimeError) as error:  # of the store; `look` returns those of a check
-        why = describe_error(error)
-        raise Error(f"rank {rank} cannot reach the rendezvous store ({why}): {STORE_ADVICE}", code="SS507") from None
+        raise Error(
+            f"rank {rank} cannot reach the rendezvous store ({describe_error(error)}): {STORE_ADVICE}", code="SS507"
+        ) from None
     statuses = {finding.status for finding in findings}
     if rank == 0 and json:
         status = next((each for each in (FAIL, WARN) if each in statuses), PASS)
-        names = [participants.name_node(node) for node in range(len(participants.leaders))]
-        facts = {"status": status, "world_size": environment.world_size, "hosts": names}
-        print_json(facts | {"findings": [asdict(finding) for finding in findings]})
+        print_json(
+            {
+                "status": status,
+                "world_size": environment.world_size,
+                "hosts": [participants.name_node(node) for node in range(len(participants.leaders))],
+                "findings": [asdict(finding) for finding in findings],
+            }
+        )
     code = int(FAIL in statuses)
     if has_hung:
         sys.stdout.flush()

@@ -79,8 +79,9 @@ def run_inspect(run: str, which: int | str, check: bool, is_json: bool, digest: 
             try:
                 return show_samples(directory, record, is_json=is_json)
             except (MemoryError, OverflowError, ValueError) as error:
-                why = f"{type(error).__name__}: {error}"
-                raise Error(f"{run}/run.json has impossible numbers ({why}): repair it", code="SS408") from None
+                raise Error(
+                    f"{run}/run.json has impossible numbers ({type(error).__name__}: {error}): repair it", code="SS408"
+                ) from None
         store = Store(directory)
         if not digest:
             return _show_run(directory, run, record, _choose(store, run, which), is_checked=check, is_json=is_json)
@@ -147,12 +148,14 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[Table]:
         yield section, named, list_values(run.get(section) or {})
     for number, loop in enumerate(run.get("loops", []), start=2):
         yield f"loop {number}", named, list_values(loop)
-    settings = run.get("settings") or {}
     asked = run.get("asked", {})
     yield (
         "settings of optimizers and schedules, before any schedule changed them",
         ("name", "in force", "in the script"),
-        [(name, to_text(value), to_text(asked.get(name, value))) for name, value in settings.items()],
+        [
+            (name, to_text(value), to_text(asked.get(name, value)))
+            for name, value in (run.get("settings") or {}).items()
+        ],
     )
     rows = [
         (

@@ -310,20 +310,21 @@ class Trace(Tracer):
     def forward(self, step: Step, batch: Any) -> None:
         self._micro_batch = f"micro-batch {step.micro_batch}" + (f" of pass {step.num_passes}" * (step.num_passes > 0))
         self._losses = []
-        self._facts.append(("samples", self._micro_batch, step.loaded_fingerprint))
-        self._facts.append(("input", self._micro_batch, hash_content(batch)))
+        self._facts += [
+            ("samples", self._micro_batch, step.loaded_fingerprint),
+            ("input", self._micro_batch, hash_content(batch)),
+        ]
 
     def backward(self, step: Step, loss: Tensor, weight: float | Tensor | None, model: nn.Module | None) -> None:
         self._losses.append(float(loss.detach()).hex())
 
     def end_micro_batch(self, step: Step) -> None:
-        self._facts.append(("losses", self._micro_batch, self._losses))
         draws = {
             "torch": read_generator(torch.default_generator),
             "numpy": read_generator(NUMPY_GENERATOR),
             "random": read_generator(PYTHON_GENERATOR),
         }
-        self._facts.append(("draws", self._micro_batch, draws))
+        self._facts += [("losses", self._micro_batch, self._losses), ("draws", self._micro_batch, draws)]
 
     def reduced(self, step: Step) -> None:
         for name, param in zip(self.loop.gradients.plan.names, self.loop.gradients.plan.params, strict=True):

@@ -76,9 +76,19 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     sentence, is_same = compare_bits(found, ledger)
     around = {n: to_float(ledger[n].loss) for n in range(step - 1, step + 2) if n in ledger and ledger[n].has_bits}
     if values.get("json"):
-        facts = {"step": step, "micro_batch": micro_batch, "first_step": first, "changed": changes}
-        facts |= {"metrics_step": step + 1, "recorded_losses": around}
-        print_json(facts | {"same": is_same, "compared": sentence, **result})
+        print_json(
+            {
+                "step": step,
+                "micro_batch": micro_batch,
+                "first_step": first,
+                "changed": changes,
+                "metrics_step": step + 1,
+                "recorded_losses": around,
+                "same": is_same,
+                "compared": sentence,
+                **result,
+            }
+        )
     else:
         _print_result(step, micro_batch, result, around)
         print(sentence)

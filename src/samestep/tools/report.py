@@ -250,8 +250,8 @@ def _find_marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         for row in run.restarts:
             ranks = f" on {format_ranks(row['world_size'])}" if type(row.get("world_size")) is int else ""
-            label = f"{prefix}restart at {row['from_step']}{ranks}"
-            marks.append({"step": row["from_step"], "kind": "restart", "label": label})
+            step = row["from_step"]
+            marks.append({"step": step, "kind": "restart", "label": f"{prefix}restart at {step}{ranks}"})
         for row in run.heals:
             lost = describe_ranks(row["lost"])
             marks.append({"step": row["step"], "kind": "heal", "label": f"{prefix}{lost} lost at {row['step']}"})

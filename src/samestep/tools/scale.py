@@ -75,8 +75,15 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
         row |= {"finish_s": num_run_steps * row["step_s"], "finish_error_s": num_run_steps * row["step_error_s"]}
     memory = list_memory(measured[1].memory, [row["world_size"] for row in rows])
     if values.get("json"):
-        facts = {"script": " ".join(target.to_words()), "num_cores": num_cores, "fit": asdict(fit)}
-        print_json({**facts, "sizes": rows, "memory": memory})
+        print_json(
+            {
+                "script": " ".join(target.to_words()),
+                "num_cores": num_cores,
+                "fit": asdict(fit),
+                "sizes": rows,
+                "memory": memory,
+            }
+        )
     else:
         print_result(fit, rows, memory, num_run_steps)
     return 0
@@ -287,8 +294,7 @@ def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[
     for world_size in world_sizes:
         for shard in SHARDS if world_size > 1 else SHARDS[:1]:
             memory = compute_memory(sizes, shard, world_size)
-            row = {"world_size": world_size, "shard": shard or "none", **asdict(memory), "total": memory.total}
-            rows.append(row)
+            rows.append({"world_size": world_size, "shard": shard or "none", **asdict(memory), "total": memory.total})
     return rows
 
 

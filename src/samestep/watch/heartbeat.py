@@ -283,8 +283,14 @@ class Heartbeat:
             shown = sorted([own, *(_add_process(beat, own) for beat in others)], key=lambda beat: beat.rank)
             ranks = [beat for beat in shown if not self._facts.is_lost(beat.rank)]
             self._shown = shown
-        cut_off_s = now_s - max(self._exchange.answered_s, self._awake_since_s)
-        view = View(now_s, now_s - self._awake_since_s, cut_off_s, own, ranks, self._exchange.order)
+        view = View(
+            now_s=now_s,
+            awake_s=now_s - self._awake_since_s,
+            cut_off_s=now_s - max(self._exchange.answered_s, self._awake_since_s),
+            own=own,
+            ranks=ranks,
+            order=self._exchange.order,
+        )
         self._state, actions = decide(self._state, view, self._facts)
         order = self._state.order if isinstance(self._state, Ending) else None
         for action in actions:

@@ -109,8 +109,11 @@ class _Verification:
         self._num_kills = values.get("kills", 2)
         num_steps = values.get("steps", 20)
         self._snapshot_every = max(1, num_steps // (2 * (self._num_kills + 1)))
-        self._overrides = {name: value for name, value in values.items() if name in OF_RUN}
-        self._overrides |= {"max_steps": num_steps, "snapshot_every": self._snapshot_every}
+        self._overrides = {
+            **{name: value for name, value in values.items() if name in OF_RUN},
+            "max_steps": num_steps,
+            "snapshot_every": self._snapshot_every,
+        }
         self._target = target
         self._home = home
         self._chance = random.Random(values.get("kill_seed"))
