@@ -141,9 +141,9 @@ def test_tokens_are_those_of_a_file_or_the_bytes_of_a_text(tokens: Path, tmp_pat
 
 def test_windows(tokens: Path) -> None:
     data = gpt.read_tokens(tokens)
-    train, held_out = gpt.split(data, 16, 256, most=8)
+    train, held_out = gpt.split(data, 16, 256, 0.1, most=8)
     num_tokens = len(data)
-    cut = int(num_tokens * 0.95)
+    cut = int(num_tokens * 0.9)
     assert len(train) == (cut - 1) // 16
     read = train.__getitems__([3, 0])
     assert (read.dtype, read.shape) == (np.int64, (2, 17))
@@ -160,11 +160,11 @@ def test_windows(tokens: Path) -> None:
 
 def test_a_corpus_of_the_fewest_tokens() -> None:
     tokens = np.arange(10, dtype=np.uint16)
-    train, held_out = gpt.split(tokens, 4, 10, most=256)
+    train, held_out = gpt.split(tokens, 4, 10, 0.05, most=256)
     assert (len(train), len(held_out)) == (1, 1)
     assert held_out[0].tolist() == [5, 6, 7, 8, 9]
     with pytest.raises(Error, match="the data has 10 tokens, and sequences of 5 need at least 12"):
-        gpt.split(tokens, 5, 10, most=256)
+        gpt.split(tokens, 5, 10, 0.05, most=256)
 
 
 def test_the_standard_library_is_the_default() -> None:

@@ -26,7 +26,6 @@ from samestep.sources.token_windows import Tokens, TokenWindows, map_tokens
 
 LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
 SIZES = {"layers": "num_layers", "heads": "num_heads", "width": "width", "context": "context"}  # field of GPT2Config
-HELD_OUT = 0.05  # share of the tokens; at least one window
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -47,18 +46,23 @@ def list_standard_library() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
-def split(tokens: Tokens, context: int, vocabulary_size: int, most: int) -> tuple[TokenWindows, TokenWindows]:
+def split(
+    tokens: Tokens, context: int, vocabulary_size: int, held_out: float, most: int
+) -> tuple[TokenWindows, TokenWindows]:
     """Return the windows for training, and up to `most` windows of the tail, which is held out for validation.
+
+    Args:
+        held_out: the tail's share of the tokens; it has at least one window.
 
     Raises:
         InvalidValue: there are too few tokens.
     """
     num_tokens = len(tokens)
-    cut = min(int(num_tokens * (1 - HELD_OUT)), num_tokens - context - 1)
+    cut = min(int(num_tokens * (1 - held_out)), num_tokens - context - 1)
     if cut < context + 1:
         raise samestep.InvalidValue(
             f"the data has {num_tokens} tokens, and sequences of {context} need at least {2 * context + 2}, one to "
-            "train on and one held out: give more text, or a smaller --context",
+            "train on and one held out: give more text, a smaller --context, or a smaller --held-out",
             code="SS303",
         )
     every = math.ceil((num_tokens - cut - 1) // context / most)
@@ -216,13 +220,15 @@ class GPT2(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)
 
 
-def build_optimizer(model: GPT2, lr: float, weight_decay: float, *, fused: bool = True) -> torch.optim.AdamW:
+def build_optimizer(
+    model: GPT2, lr: float, weight_decay: float, *, beta2: float = 0.95, fused: bool = True
+) -> torch.optim.AdamW:
     """Return AdamW with weight decay for matrices and embeddings, and not for biases and LayerNorm.
 
     The fused kernel is faster. On the CPU, its bits depend on where a shard ends, so it is not available with
     `shard="fsdp2"`.
     """
-    return torch.optim.AdamW(group_by_decay(model, weight_decay), lr=lr, betas=(0.9, 0.95), fused=fused)
+    return torch.optim.AdamW(group_by_decay(model, weight_decay), lr=lr, betas=(0.9, beta2), fused=fused)
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------
@@ -242,10 +248,12 @@ def build_optimizer(model: GPT2, lr: float, weight_decay: float, *, fused: bool 
 @click.option("--lr", type=AMOUNT, help="highest learning rate; default: 0.002 for tiny, 0.001 small, 0.0006 gpt2")
 @click.option("--warm-up", type=click.IntRange(0), help="steps of rising learning rate; default: 5 %, at most 2000")
 @click.option("--weight-decay", type=AMOUNT, default=0.1, help="weight decay of matrices")
+@click.option("--beta2", type=SHARE, default=0.95, help="second beta of AdamW")
 @click.option("--dropout", type=SHARE, default=0.0, help="probability of dropout")
 @click.option("--precision", default="fp32", help="fp32, tf32, bf16 or fp16")
 @click.option("--compile", is_flag=True, help="use torch.compile, which needs a C++ compiler")
 @click.option("--checkpoint-activations", is_flag=True, help="use less memory and more time")
+@click.option("--held-out", type=SHARE, default=0.05, help="share of the data to validate on")
 @click.option("--validate-every", type=COUNT, default=100, help="steps between validations")
 @click.option("--validate-samples", type=COUNT, default=256, help="sequences per validation")
 @click.option("--patience", type=COUNT, default=10, help="end after this many validations without a lower loss")
@@ -272,9 +280,9 @@ def main(**options: Any) -> None:
         )
     with run.sharded_init():
         model = GPT2(config, checkpoint_activations=args.checkpoint_activations)
-    train, held_out = split(tokens, config.context, args.vocabulary_size, args.validate_samples)
+    train, held_out = split(tokens, config.context, args.vocabulary_size, args.held_out, args.validate_samples)
     lr = LEARNING_RATES[args.preset] if args.lr is None else args.lr
-    optimizer = build_optimizer(model, lr, args.weight_decay, fused=False)
+    optimizer = build_optimizer(model, lr, args.weight_decay, beta2=args.beta2, fused=False)
     num_warm_up = min(2000, args.steps // 20) if args.warm_up is None else args.warm_up
     scheduler = build_schedule(optimizer, args.steps, num_warm_up, end=0.1)
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
