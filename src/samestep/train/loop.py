@@ -315,9 +315,10 @@ class Loop:
     def _report(self, outcome: Outcome) -> None:
         """Report to samestep's launcher which run a restart continues."""
         context = self._context
+        environment = context.environment
         run = None
-        if context.location.path is not None:
-            run = BegunRun(context.location.shown, context.environment.run_number, outcome is Outcome.FINISHED)
+        if context.location.path is not None and environment.local_rank == 0:  # ranks may compute different names
+            run = BegunRun(context.location.shown, environment.run_number, outcome is Outcome.FINISHED)
         report(LoopState(outcome, run))
 
     def _end(self, status: str, reason: str) -> None:
