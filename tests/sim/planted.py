@@ -348,13 +348,13 @@ PLANTED = (
     Planted(
         "healing: a collective that does not count is not repeated", HEAL, "world/membership.py",
         "return position < max(positions)", "return True", focus="heal",
-        scenario="seed=1 script=mlp every=3 steps=10 | 3 heal kill@1017 | 1",
+        scenario="seed=1 script=mlp every=3 steps=10 | 3 heal kill@1175 | 1",
     ),
     Planted(
         "healing: nobody confirms a collective", HEAL, "world/group.py",
         "            self._gather_number_now(1)\n            membership.complete()",
         "            membership.complete()",
-        focus="heal", scenario="seed=46 script=mlp every=3 steps=10 | 5 heal kill@2449 | 2",
+        focus="heal", scenario="seed=46 script=mlp every=3 steps=10 | 5 heal kill@2203 | 2",
     ),
     Planted(
         "healing: a rank keeps the members of the group before", HEAL, "world/membership.py",
@@ -380,7 +380,7 @@ PLANTED = (
     Planted(
         "healing: a batch that an earlier pass has changed is taken for a new one", HEAL, "train/step.py",
         "for v in before if self.num_passes else ():", "for v in ():", "heal", "passes",
-        "seed=136 script=passes every=3 steps=7 routes=gather | 3 heal kill@1120/1 | 1",
+        "seed=775 script=passes every=3 steps=7 routes=gather | 3 heal kill@850/1 | 1",
     ),
     Planted(
         "healing: the values of a dead rank are left out", HEAL, "train/step.py",
