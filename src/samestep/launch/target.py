@@ -54,10 +54,14 @@ class Target:
     arguments: list[str] = field(default_factory=list)
     call: bytes = b""
 
+    @property
+    def said(self) -> str:
+        """The name on a command line and in messages: of a recipe, without its package."""
+        return self.name.rpartition(".")[2] if self.kind == "recipe" else self.name
+
     def to_words(self) -> list[str]:
         """Return the words after `samestep launch` and its options that start it. Not for a call."""
-        name = self.name.rpartition(".")[2] if self.kind == "recipe" else self.name
-        return [*(["-m"] if self.kind == "module" else []), name, *self.arguments]
+        return [*(["-m"] if self.kind == "module" else []), self.said, *self.arguments]
 
     def to_full_command(self, num_ranks: int, *flags: str) -> list[str]:
         """Return the command that starts it on several ranks of this machine, from the interpreter on.

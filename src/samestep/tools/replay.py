@@ -157,8 +157,7 @@ def _explain(target: Target, run: str, scratch: Path, values: Mapping[str, Any])
         hint = f"; --micro-batch {found[1]} describes it" if found and "micro_batch" not in values else ""
         return Error(f"step {values['step']} cannot be replayed: {errors[-1]}{hint}", code="SS710")
     print("\n".join(text.rstrip().splitlines()[-SHOWN_LINES:]), file=sys.stderr)
-    name = target.name.removeprefix("samestep.recipes.")
-    return Error(f"{name} ended before step {values['step']} was replayed: see its output above", code="SS710")
+    return Error(f"{target.said} ended before step {values['step']} was replayed: see its output above", code="SS710")
 
 
 def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:

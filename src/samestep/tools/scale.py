@@ -191,7 +191,7 @@ class Starts:
         }
         code = run_traced(self.target.to_full_command(size.world_size), directory, INTERCEPTOR, options)
         ranks = [read_lines(directory / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
-        where = f"{self.target.name.removeprefix('samestep.recipes.')} on {format_ranks(size.world_size)}"
+        where = f"{self.target.said} on {format_ranks(size.world_size)}"
         if code or not all(ranks):
             output = read_tail(directory / "output").rstrip()
             words = (find_errors(output) or output.splitlines() or ["it printed nothing"])[-1]

@@ -366,13 +366,15 @@ def _check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
         for lane in (0, 1)
     ]
     with closing(_read_hashes(spec, tasks)) as hashes:
-        if all(first and first == second for first, second in zip(hashes, hashes, strict=True)):  # two at a time
-            raise InvalidValue(
-                f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same "
-                "samples: let __iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method "
-                "lane(lane, num_lanes)",
-                code="SS313",
-            )
+        for first in hashes:
+            second = next(hashes)
+            if not first or first != second:
+                return
+    raise InvalidValue(
+        f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same samples: let "
+        "__iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method lane(lane, num_lanes)",
+        code="SS313",
+    )
 
 
 def read_samples(spec: DataSpec, seed: int) -> list[str]:

@@ -149,7 +149,7 @@ class _Verification:
 
     def _run_reference(self, setup: Setup) -> Trial:
         trial = self._run("train", setup)
-        name = self._target.name.removeprefix("samestep.recipes.")
+        name = self._target.said
         if trial.code or not trial.steps:
             show_activity("")
             print(trial.last_words, file=sys.stderr)
