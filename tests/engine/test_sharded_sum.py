@@ -55,8 +55,8 @@ def test_rounded_sums_do_not_depend_on_the_chunks(n: int, world_size: int, size:
         for first in range(0, n, world_size):
             rows = leaves[first : first + world_size, start : start + size].clone()
             total.add([(v, v + 1) for v in range(first, first + len(rows))], rows)
-        assert total.sums[0] is not None
-        assert torch.equal(total.sums[0], whole[start : start + size])
+        assert total.total is not None
+        assert torch.equal(total.total, whole[start : start + size])
 
 
 def sum_in_blocks(block_size: int, sizes: list[int]) -> dict[int, int]:
@@ -89,8 +89,8 @@ def sum_in_blocks(block_size: int, sizes: list[int]) -> dict[int, int]:
                 ops.append(PendingOp(exchange.run(own, first, total, dist.group.WORLD)))
         wait_all(ops)
         for unit, total in zip(units, totals, strict=True):
-            assert total.sums[0] is not None
-            assert torch.equal(total.sums[0], add_up(unit, 0, n).view(world_size, -1)[rank]), n
+            assert total.total is not None
+            assert torch.equal(total.total, add_up(unit, 0, n).view(world_size, -1)[rank]), n
     counts = torch.tensor([*num_sent.values()])
     dist.all_reduce(counts)
     dist.destroy_process_group()

@@ -53,6 +53,11 @@ class ChunkSum:
         # A view would keep all rows.
         self.sums[num_kept:] = [total.clone() for total in self.sums[num_kept:]]
 
+    @property
+    def total(self) -> Tensor | None:
+        """The sum of all micro-batches; None if none was added."""
+        return self.sums[0] if self.sums else None
+
 
 class ChunkExchange:
     """Brings each rank its chunk of the gradients of a round: one micro-batch of each rank.
@@ -257,7 +262,7 @@ class ShardedSum:
                 code="SS609",
             )
         for unit, numbers, folded in zip(self._models.units, self._numbers, self._sums, strict=True):
-            for total in folded.sums:  # one, or none if no micro-batch was added
+            if (total := folded.total) is not None:
                 for i, own in zip(numbers, unit.split(total.to(unit.dtype)), strict=True):
                     if i is not None:
                         sums[i] = own
