@@ -68,7 +68,8 @@ class Ranks:
             ownership=Ownership(group.rank, group.world_size) if is_divided else None,
         )  # fmt: skip
         self.gradients.set_parameters([(f"p{i}", param) for i, param in enumerate(self.params)], [])
-        self.owners = self.gradients.plan.owners
+        ownership = self.gradients.ownership
+        self.owners = None if ownership is None else [*map(ownership.find, self.params)]
 
     def compute(self, attempt: PassAttempt, uses: Callable[[int], tuple[int, ...]] = lambda v: ALL) -> None:
         """The micro-batches of this rank. Micro-batch v uses parameters `uses(v)`."""

@@ -147,7 +147,6 @@ class ReductionPlan:
         self.params = [param for _, param in trained]
         self.untrained = untrained
         self.all = [*self.params, *untrained]
-        self.owners = owners
         self.models = models
         self.is_divided = owners is not None or models is not None
         self.exchange_dtype = exchange_dtype
