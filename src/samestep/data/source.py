@@ -70,11 +70,9 @@ class Source(Protocol):
 
         Example: see `Source`.
         """
-        ...
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        ...
 
     def __getitems__(self, indices: list[int], /) -> Any:
         """Return the samples at `indices`: a list of samples, or anything else that `collate_fn` takes.
@@ -82,7 +80,6 @@ class Source(Protocol):
         Without a `collate_fn`, a list is stacked by `default_collate`. Anything else, such as a dict of arrays with one
         row per sample, is a micro-batch already: its arrays become tensors.
         """
-        ...
 
 
 def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], Indices, str]:

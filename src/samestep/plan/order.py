@@ -60,11 +60,9 @@ class Order(Protocol):
 
     def __len__(self) -> int:
         """Return the number of positions."""
-        ...
 
     def __getitem__(self, span: slice, /) -> Any:
         """Return the sample indices at positions start..stop-1, 0 <= start < stop <= len. Do not write to them."""
-        ...
 
 
 def build_order(
