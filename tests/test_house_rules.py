@@ -18,7 +18,7 @@ from support.source import parse_source
 OPENS_FILES = {
     "files.py": "it is that place",
     "recipes/": "scripts, as users write them, whose data set is trusted",
-    "sources/": "the data set is trusted, and may be links",
+    "sources.py": "the data set is trusted, and may be links",
     "data/source.py": "the data set is trusted, and may be links",
     "adapters/": "what the adapted library writes",
     "tools/report.py": "files of this package",
@@ -39,7 +39,7 @@ WRITES_ATTRIBUTES = {
     "launch/rank_process.py": "the module `__main__`",
     "launch/target.py": "click's context",
     "snapshot/serialization.py": "torch's metadata of a state_dict",
-    "sources/webdataset.py": "a tar file, whose list of members would grow",
+    "sources.py": "a tar file, whose list of members would grow",
     "train/determinism.py": "torch's settings",
     "train/stopping.py": "the hook of `sys`",
     "world/environment.py": "a class of os, to recognize who reads it",

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import samestep
 from samestep.cli import PATH
 from samestep.recipes import AMOUNT, COUNT, SHARE, Recipe, build_schedule, group_by_decay, keep_best, quarter
-from samestep.sources.token_windows import Tokens, TokenWindows, map_tokens
+from samestep.sources import Tokens, TokenWindows, map_tokens
 
 LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
 SIZES = {"layers": "num_layers", "heads": "num_heads", "width": "width", "context": "context"}  # field of GPT2Config
