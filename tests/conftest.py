@@ -17,7 +17,7 @@ import pytest
 from support.commands import prepare
 from support.hosts import Host, open_hosts, why_not
 
-from samestep.launch import forkserver
+from samestep.launch import spawn
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # of these, a run changes the handlers
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def find_children() -> dict[int, psutil.Process]:
     """The descendants of this process by pid, except idle fork servers and the resource tracker of multiprocessing."""
-    idle = {server._pid for server in forkserver._idle_servers} | {resource_tracker._resource_tracker._pid}
+    idle = {server._pid for server in spawn._idle_servers} | {resource_tracker._resource_tracker._pid}
     found: dict[int, psutil.Process] = {}
     seek = [os.getpid()]
     for pid in seek:  # grows

@@ -114,14 +114,6 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def wait_or_kill(pid: int, limit_s: float) -> None:
-    """Wait for the end of a forked process. Kill it after `limit_s`."""
-    with suppress(ChildProcessError):  # already waited for
-        if not wait_until(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), limit_s, every_s=0.001):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
 def wait_until(condition: Callable[[], T], within_s: float, every_s: float = 0.02) -> T:
     """Call `condition` until it returns something true or the time is over. Returns its last result.
 

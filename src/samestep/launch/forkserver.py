@@ -25,7 +25,7 @@ from samestep.console import print_error
 from samestep.errors import Error
 from samestep.launch.rank_process import FORWARDED_SIGNALS, keep_signal, run_rank
 from samestep.launch.rank_reports import redirect_output
-from samestep.processes import Held, die_with_parent, hold, kill_group, wait_or_kill
+from samestep.processes import Held, die_with_parent, hold, kill_group, wait_until
 from samestep.world.environment import child_variables
 
 # What ranks import. The first optimizer imports torch._dynamo, which takes as long as torch itself.
@@ -109,15 +109,14 @@ class ForkServer(Held):
         self._connection.close()
         if self.is_alive():
             os.kill(self._pid, signal.SIGTERM)  # ends it while it imports and does not read the socket; ignored later
-            wait_or_kill(self._pid, CLOSE_S)
-            self._has_ended = True
+            if not wait_until(lambda: not self.is_alive(), CLOSE_S, every_s=0.001):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                self._has_ended = True
 
     def forget(self) -> None:
         self._connection.close()  # it would keep the server alive after the client's end
         self._has_ended = True
-
-
-_idle_servers: list[ForkServer] = []  # of this process, for its next launch
 
 
 def _program_directory() -> str:
@@ -144,21 +143,6 @@ def _start_server(fd: int) -> int:
     )
 
 
-def take_server() -> ForkServer:
-    """Return an idle server, which has already imported everything, or a new one."""
-    while _idle_servers:
-        server = _idle_servers.pop()
-        if server.is_alive():
-            return server
-        server.close()
-    return ForkServer()
-
-
-def give_back_server(server: ForkServer) -> None:
-    """Keep a server without ranks for the next launch of this process."""
-    _idle_servers.append(server)
-
-
 def serve(client: "Connection[Any, Any]") -> NoReturn:
     """Run the server."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -173,8 +157,12 @@ def serve(client: "Connection[Any, Any]") -> NoReturn:
     server = _Server(client)
     try:
         server.run()
-    except BaseException as error:
-        server.report(error)
+    except BaseException as error:  # it ends all ranks, too
+        if isinstance(error, Error):
+            server.send({"error": str(error)})
+        else:
+            server.send({"error": f"the process that starts the ranks has failed ({type(error).__name__}: {error})"})
+            print_error("".join(traceback.format_exception(error)))
         os._exit(1)
     os._exit(0)
 
@@ -234,14 +222,6 @@ class _Server:
     def send(self, event: dict[str, Any]) -> None:
         with suppress(OSError):  # `run` notices that the client has ended
             self.client.send(event)
-
-    def report(self, error: BaseException) -> None:
-        """Tell the client why this server ends, and with it all ranks."""
-        if isinstance(error, Error):
-            self.send({"error": str(error)})
-        else:
-            self.send({"error": f"the process that starts the ranks has failed ({type(error).__name__}: {error})"})
-            print_error("".join(traceback.format_exception(error)))
 
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int, reports: int) -> None:
         self.directory = common["directory"]

@@ -155,17 +155,18 @@ def report_failure(rank: int, error: BaseException, code: int) -> None:
 
 def build_failure(rank: int, error: BaseException, code: int) -> RankFailure:
     """Describe the failure of a rank. `code`: its exit code."""
-    traceback_text = ""
-    if isinstance(error, SystemExit):
-        kind = "exit"
-        message = f"code {code}"
-    elif isinstance(error, (Stuck, WorkerDied)):
-        kind = "stuck"
-        message = str(error) if isinstance(error, Stuck) else f"rank {rank}'s {error}"
-    else:
-        kind = "error" if isinstance(error, Error) else "exception"
-        message = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-        traceback_text = format_error(error)
+    match error:
+        case SystemExit():
+            kind, message = "exit", f"code {code}"
+        case Stuck():
+            kind, message = "stuck", str(error)
+        case WorkerDied():
+            kind, message = "stuck", f"rank {rank}'s {error}"
+        case Error():
+            kind, message = "error", str(error)
+        case _:
+            kind, message = "exception", f"{type(error).__name__}: {error}"
+    traceback_text = format_error(error) if kind in ("error", "exception") else ""
     error_code = error.code if isinstance(error, Error) else ""
     return RankFailure(
         rank, time.time(), code, is_secondary(error), kind, message, traceback_text, error_code=error_code

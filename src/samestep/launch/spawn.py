@@ -12,13 +12,15 @@ import cloudpickle
 
 from samestep.errors import Error, InvalidValue
 from samestep.launch.agent import Agent, Launch
-from samestep.launch.forkserver import give_back_server, take_server
+from samestep.launch.forkserver import ForkServer
 from samestep.launch.launcher import Supervision
 from samestep.launch.link import Finish
 from samestep.launch.rank_reports import RankFailure
 from samestep.launch.target import Target
 
 T = TypeVar("T")
+
+_idle_servers: list[ForkServer] = []  # without ranks, for the next call in this process
 
 _REDUCERS: Any = cloudpickle.Pickler.dispatch_table  # a ChainMap
 
@@ -91,20 +93,30 @@ def spawn(
         shows_all=show_all,
         prints=False,
     )
-    server = take_server()
+    server = _take_server()
     with closing(Agent(server, launch)) as agent:
         try:
             end = _run(Supervision(agent), received)
         except BaseException:
             server.close()
             raise
-        give_back_server(server)
+        _idle_servers.append(server)
         if end.message:
             raise Error(end.message, code=end.error_code)
         if end.failure is not None:
             raise _rebuild_exception(end.failure, agent.reports.results)
         value = agent.reports.results.get(0)  # none if rank 0 called sys.exit()
         return None if value is None else cloudpickle.loads(value)  # type: ignore[return-value]
+
+
+def _take_server() -> ForkServer:
+    """Return an idle server, which has already imported everything, or a new one."""
+    while _idle_servers:
+        server = _idle_servers.pop()
+        if server.is_alive():
+            return server
+        server.close()
+    return ForkServer()
 
 
 def _run(supervision: Supervision, received: list[int]) -> Finish:
