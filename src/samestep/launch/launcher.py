@@ -49,7 +49,7 @@ from samestep.world.environment import (
     set_hook,
 )
 from samestep.world.host import find_own_address
-from samestep.world.membership import READY, STUCK, have_come, name_generation
+from samestep.world.membership import STUCK, have_come, name_generation
 from samestep.world.signed import SignedEntries
 
 DEFAULT_PORT = 29400  # torchrun's
@@ -225,7 +225,7 @@ class Supervision:
         generation = self._supervisor.generation
         stuck, reason = self._entries.get(STUCK, tuple[list[int], str]) or ([], "")
         return Board(
-            is_ready=int(store.add(READY, 0)) >= self._supervisor.world_size,
+            is_ready=have_come(store, 0, range(self._supervisor.world_size)),
             has_met=have_come(store, generation.number, generation.members),
             stuck=stuck,
             reason=reason,

@@ -135,7 +135,7 @@ class Group(Transport, Held):
             self._watch = LossWatch(membership, connect_to_store, self._break_connections)
 
     def announce_ready(self) -> None:
-        """Announce to the launcher that this rank can continue after the death of another one. Once, on all ranks."""
+        """Announce to the launcher that this rank can continue after the death of another one. On all ranks."""
         if self._membership is not None:
             self._membership.announce()
 

@@ -15,7 +15,6 @@ from samestep.errors import NotHealed, PeerFailed
 from samestep.processes import Held, hold
 from samestep.world.signed import SignedEntries
 
-READY = "samestep/heal/ready"  # counts the ranks that can continue after the death of another one
 STUCK = "heal/stuck"  # the entry that has ranks, as numbered at the start, which their launcher must end, and why
 GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors to connect
 POLL_S = 0.001
@@ -32,7 +31,7 @@ def name_generation(number: int) -> str:
 
 
 def have_come(store: Any, number: int, members: Sequence[int]) -> bool:
-    """Return whether ranks, as numbered at the start, have moved to a generation."""
+    """Return whether ranks, as numbered at the start, have moved to a generation: to 0, when they can be healed."""
     return bool(store.check([_name_arrival(number, member) for member in members]))
 
 
@@ -110,7 +109,6 @@ class Membership:
         self._named: Sequence[int] = self.members  # of the newest generation that `break_late` has found
         self._is_connected = True
         self._is_broken = False
-        self._is_announced = False
         self._connection = threading.Lock()  # locked while the process group is being left or broken
         self._store = store
         self._secret = secret
@@ -129,10 +127,8 @@ class Membership:
         self.position += 1
 
     def announce(self) -> None:
-        """Announce to the launcher that this rank can continue after the death of another one. Once."""
-        if not self._is_announced:
-            self._is_announced = True
-            self._store.add(READY, 1)
+        """Announce that this rank has moved to its generation; to 0, when it can continue after another one's death."""
+        self._store.set(_name_arrival(self.generation, self.own), b"")
 
     def leave(self, close: Callable[[], None]) -> None:
         """Leave the process group by calling `close`."""
@@ -204,7 +200,7 @@ class Membership:
                 self.generation += 1
                 self.members = self._named = members
                 has_moved = True
-                self._store.set(_name_arrival(self.generation, self.own), b"")
+                self.announce()
                 continue
             if has_moved and have_come(self._store, self.generation, self.members):
                 return
