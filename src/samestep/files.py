@@ -53,14 +53,14 @@ def read_bytes(path: Path, most: int = MAX_BYTES, *, is_given: bool = False) -> 
     return bytes(data)
 
 
-def read_text(path: Path, most: int = MAX_BYTES, *, is_given: bool = False) -> str:
+def read_text(path: Path, *, is_given: bool = False) -> str:
     """`read_bytes`, as text. Bytes that are no UTF-8 become U+FFFD."""
-    return read_bytes(path, most, is_given=is_given).decode(errors="replace")
+    return read_bytes(path, is_given=is_given).decode(errors="replace")
 
 
-def read_tail(path: Path, most: int = 1 << 20) -> str:
-    """`read_last_bytes`, as text. Bytes that are no UTF-8 become U+FFFD."""
-    return read_last_bytes(path, most).decode(errors="replace")
+def read_tail(path: Path) -> str:
+    """`read_last_bytes`, the last MB, as text. Bytes that are no UTF-8 become U+FFFD."""
+    return read_last_bytes(path, 1 << 20).decode(errors="replace")
 
 
 def read_last_bytes(path: Path, most: int) -> bytes:

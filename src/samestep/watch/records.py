@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
 from samestep.decoding import Argument, Count, Number, Object, Size, convert, decode, parse_json
-from samestep.files import open_regular, read_bytes
+from samestep.files import open_regular, read_bytes, read_last_bytes
 from samestep.plan.tree import MAX_MICRO_BATCHES
 from samestep.watch.beats import Beat
 from samestep.world.environment import FAILURE, read_host
@@ -190,9 +190,7 @@ def list_logs(run_dir: Path) -> list[Path]:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last readable lines of `RESTARTS`, `HEALS` or `METRICS`; [] without a file. Raises OSError."""
     try:
-        with open(path, "rb", opener=open_regular) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_ROWS_BYTES))
-            lines = file.read(MAX_ROWS_BYTES).splitlines()
+        lines = read_last_bytes(path, MAX_ROWS_BYTES).splitlines()
     except FileNotFoundError:
         return []
     rows = []
