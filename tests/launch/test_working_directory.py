@@ -20,7 +20,6 @@ RUN_AS_RANK = (
         Target("script", "train.py").to_full_command(2),
         Target("module", "train").to_full_command(2),
         Target("recipe", "samestep.recipes.digits").to_full_command(2),
-        Target("recipe", "json.tool", ["--help"]).to_plain_command(),
         [*COMMAND, "launch"],
         [sys.executable, "-P", "-c", RUN_AS_RANK],
         ["samestep"],

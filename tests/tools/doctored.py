@@ -12,9 +12,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.tools import doctor_checks, examination
-from samestep.tools.doctor_checks import CHECKS, look_at_collectives, look_at_connections, look_at_versions
-from samestep.tools.examination import Context, examine
+from samestep.tools import doctor
+from samestep.tools.doctor import (
+    CHECKS,
+    Context,
+    examine,
+    look_at_collectives,
+    look_at_connections,
+    look_at_versions,
+)
 from samestep.world.environment import read_environment
 
 
@@ -32,7 +38,7 @@ def hang(context: Context) -> Any:
 
 
 def reach_nobody(context: Context) -> Any:
-    doctor_checks.try_connection = lambda address, port: f"{address}: No route to host"
+    doctor.try_connection = lambda address, port: f"{address}: No route to host"
     return look_at_connections(context)
 
 
@@ -72,7 +78,7 @@ def main() -> None:
     faults = dict(zip(sys.argv[2::3], sys.argv[3::3], strict=True))
     rank = str(read_environment().rank)
     if faults.pop("apart", ""):
-        examination.read_host_id = lambda scope: rank
+        doctor.read_host_id = lambda scope: rank
     checks = {check.name: check for check in CHECKS}
     for kind, where in faults.items():
         name, look = FAULTS[kind]

@@ -11,15 +11,19 @@ from support.ports import reserve_port
 from support.runs import check, read_facts, run_command, samestep_command
 
 from samestep.cli import main
-from samestep.tools.doctor_checks import (
+from samestep.tools.doctor import (
     CHECKS,
+    DoctorCheck,
+    Finding,
+    Participants,
+    describe_error,
+    judge_answers,
     judge_collectives,
     judge_connections,
     judge_links,
     judge_run_dir,
     try_connection,
 )
-from samestep.tools.examination import DoctorCheck, Finding, Participants, describe_error, judge_answers
 
 DOCTORED = Path(__file__).with_name("doctored.py")
 ALONE = Participants(("a",), (0,))
@@ -182,7 +186,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, port: int) -> None:
         (1, "rank 1 cannot reach the rendezvous store"),
     ):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        script = "import sys; from samestep.tools import examination as e; e.JOIN_S = 1.0; "
+        script = "import sys; from samestep.tools import doctor as e; e.JOIN_S = 1.0; "
         script += "from samestep.cli import main; sys.exit(main(['doctor']))"
         done = check(run_command(sys.executable, "-c", script, cwd=tmp_path, env=variables), 2)
         assert words in done.stderr

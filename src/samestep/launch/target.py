@@ -70,11 +70,6 @@ class Target:
         """
         return [*COMMAND, "launch", "--nproc-per-node", str(num_ranks), *flags, *self.to_words()]
 
-    def to_plain_command(self) -> list[str]:
-        """Return the command that runs it without a launcher, from the interpreter on. Not for a call."""
-        flags = {"script": [], "module": ["-m"], "recipe": ["-P", "-m"]}[self.kind]
-        return [sys.executable, *flags, self.name, *self.arguments]
-
 
 def check_target(target: Target) -> None:
     """Raise Error, before anything is started, if there is no such script."""

@@ -10,7 +10,15 @@ import click
 from samestep.cli import JSON, Command, build_options, name_option, take_values
 from samestep.config import Option, to_flags
 from samestep.errors import Error
-from samestep.launch.target import FLAGS, ScriptCommand, Target, build_recipe_target, describe_recipes, find_recipes
+from samestep.launch.target import (
+    COMMAND,
+    FLAGS,
+    ScriptCommand,
+    Target,
+    build_recipe_target,
+    describe_recipes,
+    find_recipes,
+)
 from samestep.processes import run_captured
 from samestep.world.environment import read_environment, read_secret
 
@@ -88,8 +96,7 @@ class TrainCommand(ScriptCommand):
         if not (named := ctx.find_object(str)):
             formatter.write(f"\n{TRAIN_HELP}{describe_recipes()}\n")
             return
-        command = build_recipe_target(named, ["--help"], {}).to_plain_command()
-        formatter.write(f"\n{run_captured([*command]).stdout}\n")
+        formatter.write(f"\n{run_captured([*COMMAND[:-1], f'samestep.recipes.{named}', '--help']).stdout}\n")
 
 
 def start(target: Target, values: dict[str, Any]) -> int:
@@ -145,9 +152,8 @@ def run_doctor(**parameters: Any) -> int:
                 f"{to_flags(starting)[0]} was given, but a launcher has started the ranks already: leave it out",
                 code="SS104",
             )
-        from samestep.tools.doctor_checks import CHECKS
-        from samestep.tools.examination import examine
+        from samestep.tools.doctor import examine
 
-        return examine(environment, CHECKS, **own)
+        return examine(environment, **own)
     device = {"device": own["device"]} if "device" in own else {}
     return start(Target("module", "samestep", ["doctor", *to_flags(own)]), {**starting, **device})
