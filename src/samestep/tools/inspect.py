@@ -212,7 +212,7 @@ def _read_state(run: Path) -> dict[str, Any]:
 
 def find_sound(run: Path) -> list[Snapshot]:
     """Return the snapshots of a run whose files have the right sizes, in the order of their steps."""
-    return sorted((each for each in Store(run).snapshots() if each.problem is None), key=lambda each: each.step)
+    return [each for each in Store(run).snapshots() if each.problem is None]
 
 
 def read_last_values(run: Path) -> dict[str, dict[str, Any]]:

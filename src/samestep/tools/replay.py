@@ -164,7 +164,7 @@ def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
     """Return the newest snapshot up to a step whose bytes are all undamaged, and name it. None: begin at step 0."""
     snapshots = store.snapshots()
     found = [each for each in snapshots if 0 < each.step <= step and not each.was_left(rewinds)]
-    for snapshot in sorted(found, key=lambda each: each.age, reverse=True):
+    for snapshot in reversed(found):
         problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest)
         if not problem:
             say(f"replaying steps {snapshot.step} to {step} from the snapshot of step {snapshot.step}")
