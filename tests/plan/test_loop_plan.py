@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.plan.ledger import combine, fingerprint
+from samestep.hashing import hash_short
+from samestep.plan.ledger import combine
 from samestep.plan.loop_plan import STREAM_LENGTH, LoopPlan
 from samestep.plan.order import Order, build_order, check_order
 from samestep.plan.tree import build_layout
@@ -129,7 +130,7 @@ def test_steps(loop: Loop) -> None:
         samples = [read(loop, micro_batch) for micro_batch in expected]
         assert [plan.indices(span).tolist() for span in spans] == samples
         assert planned.samples.tolist() == read(loop, join(expected))
-        assert planned.fingerprint == combine([fingerprint(np.array(each)) for each in samples])
+        assert planned.fingerprint == combine([hash_short(np.array(each)) for each in samples])
         num_samples = {epoch: len(samples) for epoch, samples in planned.by_epoch.items()}
         assert num_samples == Counter(epoch for epoch, _ in join(expected))
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from support.snapshots import write_snapshot
 
 from samestep.errors import Error
-from samestep.plan.ledger import RECORD, Entry, combine, fingerprint, to_bits
+from samestep.hashing import hash_short
+from samestep.plan.ledger import RECORD, Entry, combine, to_bits
 from samestep.plan.order import build_order
 from samestep.snapshot.logs import read_records
 from samestep.snapshot.serialization import digest
@@ -44,7 +45,7 @@ def write_ledger(run: Path, steps: Steps, micro_batch_size: int = 2) -> None:
     with open(run / "ledger.bin", "wb") as file:
         for step, (epoch, samples) in enumerate(steps):
             cuts = [samples[at : at + micro_batch_size] for at in range(0, len(samples), micro_batch_size)]
-            mark = combine([fingerprint(np.array(cut, dtype=np.int64)) for cut in cuts])
+            mark = combine([hash_short(np.array(cut, dtype=np.int64)) for cut in cuts])
             file.write(Entry(step, epoch, len(samples), mark).pack())
 
 

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, default
 from samestep.data.spec import DataSpec
 from samestep.errors import KINDS, WORKER_ADVICE, Error, InvalidValue, WorkerDied, name_kind
 from samestep.files import open_regular
-from samestep.plan.ledger import fingerprint
+from samestep.hashing import hash_short
 from samestep.plan.loop_plan import Task
 from samestep.processes import Held, die_with_parent, hold
 from samestep.torch_internals import abandon_workers, end_on_feeder_error, forget_workers, look_for_dead_workers
@@ -367,7 +367,7 @@ class Fetcher:
         except Exception as error:
             num_read = None if samples is None else len(samples)
             raise Error(explain(error, task.indices.tolist(), num_read), code="SS301") from error
-        return Loaded(batch, fingerprint(task.indices), task.place, position)
+        return Loaded(batch, hash_short(task.indices), task.place, position)
 
     def _collate(self, samples: Any, count: int) -> Any:
         if isinstance(samples, list) and len(samples) != count:

@@ -1,15 +1,12 @@
 """The ledger's records: a fingerprint of the samples that each step used, and the bits of its loss and gradient.
 
-A fingerprint depends on the indices and their order, never on the ranks: each rank computes those of its own
-micro-batches, and one rank combines them.
+The fingerprint of a micro-batch is `hash_short` of its sample indices in their order, so it does not depend on the
+ranks: each rank computes those of its own micro-batches, and one rank combines them.
 """
 
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from samestep.hashing import hash_short
 
@@ -52,11 +49,6 @@ def to_bits(number: float) -> int:
 def to_float(bits: int) -> float:
     """Return the float of 64 bits."""
     return float(struct.unpack("<d", bits.to_bytes(8, "little"))[0])
-
-
-def fingerprint(indices: NDArray[np.int64]) -> int:
-    """Return a 64-bit hash of the sample indices of one micro-batch in their order."""
-    return hash_short(indices.tobytes())
 
 
 def combine(fingerprints: Sequence[int]) -> int:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from samestep.errors import InvalidValue
-from samestep.plan.ledger import combine, fingerprint
+from samestep.hashing import hash_short
+from samestep.plan.ledger import combine
 from samestep.plan.order import Indices, Order, build_order, derive
 from samestep.plan.tree import Layout, Span, build_layout, check_numbers, check_positive
 
@@ -236,7 +237,7 @@ class LoopPlan:
 
     def plan_step(self, step: int) -> StepSamples:
         """Return the samples of step `step`, with their epochs."""
-        prints = [fingerprint(self.indices(span)) for span in self.micro_batches(step)]
+        prints = [hash_short(self.indices(span)) for span in self.micro_batches(step)]
         by_epoch = self._split(self._span(step))
         return StepSamples(np.concatenate([*by_epoch.values()]), by_epoch, combine(prints))
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from samestep.data.loader import seed_all
 from samestep.errors import Error
 from samestep.files import open_regular
-from samestep.hashing import find_leaves, hash_bytes, hash_content, view_bytes
-from samestep.plan.ledger import combine, fingerprint, to_bits
+from samestep.hashing import find_leaves, hash_bytes, hash_content, hash_short, view_bytes
+from samestep.plan.ledger import combine, to_bits
 from samestep.plan.order import derive
 from samestep.processes import leave
 from samestep.snapshot.async_copy import is_finite
@@ -179,7 +179,7 @@ class Replay(Tracer):
             self._is_alone = True
             plan = self.loop.data.plan
             indices = [plan.indices(span) for span in plan.micro_batches(step.number)]
-            prints = [*map(fingerprint, indices[:v]), step.loaded_fingerprint, *map(fingerprint, indices[v + 1 :])]
+            prints = [*map(hash_short, indices[:v]), step.loaded_fingerprint, *map(hash_short, indices[v + 1 :])]
             self._result = {
                 "samples": [indices[v].tolist()],
                 "losses": [],
