@@ -210,8 +210,7 @@ class Buffers:
         Raises:
             UsageError: it has removed a buffer, or changed a shape.
         """
-        if self.followed:
-            self._values.append({k: self.followed[k].take() for k in self._find_changes()})
+        self._values.append({k: self.followed[k].take() for k in self._find_changes()})
 
     def pack(self) -> bytes:
         """Return this rank's entries: how many micro-batches have changed each buffer.

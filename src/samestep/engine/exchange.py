@@ -1,7 +1,7 @@
 """The exchange of gradients between ranks: bucket by bucket, from their partial sums to the sums of the whole batch."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
@@ -112,6 +112,10 @@ def _choose_dtype(tensor: Tensor, exchange_dtype: torch.dtype | None) -> torch.d
     return exchange_dtype if exchange_dtype is not None and tensor.dtype == torch.float32 else tensor.dtype
 
 
+def _narrow(dtype: torch.dtype, grads: list[Any]) -> list[Any]:
+    return [None if grad is None else grad.to(_choose_dtype(grad, dtype)) for grad in grads]
+
+
 class ReductionPlan:
     """The parameters whose gradients are summed, how they are exchanged, and the memory of the exchange.
 
@@ -131,6 +135,7 @@ class ReductionPlan:
         buckets: in the order in which they are exchanged.
         bucket_of: per parameter, the number of its bucket.
         guard: of the parameters.
+        narrow: returns gradients in the dtype in which they are exchanged.
     """
 
     def __init__(
@@ -150,6 +155,9 @@ class ReductionPlan:
         self.models = models
         self.is_divided = owners is not None or models is not None
         self.exchange_dtype = exchange_dtype
+        self.narrow: Callable[[list[Any]], list[Any]] = list  # which costs no call in Python
+        if exchange_dtype is not None:
+            self.narrow = partial(_narrow, exchange_dtype)
         in_buckets = self.params if models is None else []
         self.strides = [*map(_find_strides, in_buckets)]
         cap_bytes = choose_cap_bytes(self.params, one_host=group.is_on_one_host)
@@ -159,13 +167,6 @@ class ReductionPlan:
         self.group = group
         self._exchange: Exchange | None = None
         self._key: tuple[Any, ...] = ()
-
-    def narrow(self, grads: list[Any]) -> list[Any]:
-        """Return gradients in the dtype in which they are exchanged."""
-        dtype = self.exchange_dtype
-        if dtype is None:
-            return grads
-        return [None if grad is None else grad.to(_choose_dtype(grad, dtype)) for grad in grads]
 
     @cached_property
     def hooks(self) -> GradientHooks:

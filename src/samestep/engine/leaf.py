@@ -215,11 +215,12 @@ def add_grads(left: Grads, right: Grads) -> Grads:
 
 def average(sums: Grads, used: bytes, inverse: float) -> Grads:
     """Return `sum * inverse`, computed in the sum; None for a parameter that no micro-batch of the step used."""
-    averages = [grad if is_used else None for grad, is_used in zip(sums, used, strict=True)]
-    present = list_present(averages)
+    if not all(used):
+        sums = [grad if is_used else None for grad, is_used in zip(sums, used, strict=True)]
+    present = list_present(sums)
     if present and inverse != 1.0:
         multiply_all(present, inverse)
-    return averages
+    return sums
 
 
 def list_present(grads: Grads) -> list[Tensor]:

@@ -276,11 +276,12 @@ class PassAttempt:
         if self.failure is not None:
             raise self.failure
         self._sum.close(v)
-        if v in self.held:
-            self._gradients.buffers.take()
-        else:
-            self._gradients.buffers.undo()
+        buffers = self._gradients.buffers
+        if v not in self.held:
+            buffers.undo()
             self.reports.terms.pop(v, None)  # it may be computed again
+        elif buffers.followed:
+            buffers.take()
 
     def exchange(self, vote: Vote, fingerprints: list[int]) -> Reduced:
         """Average the gradients over all ranks, and gather the other contributions of each rank.

@@ -251,7 +251,7 @@ class Step:
         self._phase = StepPhase.OUTSIDE
         self._attempt: PassAttempt | None = None  # only in the loop over the micro-batches
         self._loaded: dict[int, Loaded] = {}
-        self._members: Sequence[int] = ()  # at the beginning of the first pass
+        self._num_ranks_before = 0  # the first pass
         self._num_ranks = 0  # in the newest attempt
 
     @property
@@ -386,10 +386,10 @@ class Step:
         if problem:
             self.check_not_left()
             raise UsageError(f"step {self.number} {problem}", code="SS218")
-        members = self._parts.context.group.members
+        num_ranks = self._parts.context.group.world_size
         if not self.num_passes:
-            self._members = members
-        elif members != self._members:  # a list of this rank's results may have those of an interrupted pass, too
+            self._num_ranks_before = num_ranks
+        elif num_ranks != self._num_ranks_before:  # a list of this rank's results may have those of an interrupted pass, too
             raise NotHealed(f"step {self.number} lost a rank, and has a further pass over its micro-batches")
         self._parts.observers.begin_pass(self)
         self._phase = StepPhase.PROBE
