@@ -10,7 +10,6 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -36,11 +35,10 @@ def hash_chunks(chunks: Iterable[bytes | memoryview]) -> str:
     return sha.hexdigest()
 
 
-def hash_short(data: "bytes | NDArray[Any]", purpose: bytes = b"") -> int:
+def hash_short(data: bytes | memoryview, purpose: bytes = b"") -> int:
     """Return 64 bits of BLAKE2b, for identities that are compared often or packed into few bytes. Takes about 1 us.
 
     Args:
-        data: an array must be contiguous.
         purpose: at most 16 bytes; equal data have unrelated hashes for different purposes.
 
     Example::

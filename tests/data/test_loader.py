@@ -101,7 +101,7 @@ def test_the_bits_do_not_depend_on_the_workers(data: Any) -> None:
     here = load(data, tasks)
     assert_same(here, load(data, tasks, num_workers=2))
     assert_same(here[3:5], load(data, tasks[3:5]))  # nor on earlier micro-batches
-    assert [loaded.fingerprint for loaded in here] == [hash_short(task.indices) for task in tasks]
+    assert [loaded.fingerprint for loaded in here] == [hash_short(task.indices.data) for task in tasks]
 
 
 # The worker is a new interpreter that imports torch: 2 s, and far more on a busy machine.
@@ -289,7 +289,7 @@ def test_read_batch_gives_the_micro_batch(num_workers: int) -> None:
     tasks = plan_tasks(3)
     loaded = load(Whole(), tasks, num_workers=num_workers)
     assert [one.batch.tolist() for one in loaded] == [(task.indices * 10).tolist() for task in tasks]
-    assert [one.fingerprint for one in loaded] == [hash_short(task.indices) for task in tasks]
+    assert [one.fingerprint for one in loaded] == [hash_short(task.indices.data) for task in tasks]
     collated = load(Whole(), tasks[:1], num_workers=num_workers, collate_fn=list)  # a collate_fn needs samples
     assert [tuple(row.shape) for row in collated[0].batch] == [(2,)] * len(tasks[0].indices)
     with pytest.raises(Error, match=r"the data set failed at one of the samples 16, 17, 18 \(ValueError: torn page"):

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.plan.tree import Layout, Node, build_layout, split
+from samestep.plan.tree import Layout, Node, build_layout, list_merges, split
 
 # A sum as written: a leaf is its micro-batch, an addition the pair of its operands, the one with the lower
 # micro-batches first, as addition commutes.
@@ -29,10 +29,11 @@ def canonical(lo: int, hi: int) -> Sum:
 def fold(layout: Layout, rank: int) -> dict[Node, Sum]:
     """Fold a rank's micro-batches as the engine does. Returns its parts."""
     parts: dict[Node, Sum] = {}
-    for v in layout.ranges[rank]:
+    held = layout.ranges[rank]
+    for v, num_merges in zip(held, list_merges(layout.num_micro_batches, held), strict=True):
         total: Sum = v
         lo = v
-        for _ in range(layout.count_merges(rank, v)):
+        for _ in range(num_merges):
             (lo, _), left = parts.popitem()
             total = add(left, total)
         parts[lo, v + 1] = total

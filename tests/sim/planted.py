@@ -371,7 +371,7 @@ PLANTED = (
     ),
     Planted(
         "healing: a further pass has the numbers of an earlier one by position", HEAL, "train/step.py",
-        "elif members != self._members:", "elif False:", "heal", "passes",
+        "elif num_ranks != self._num_ranks_before:", "elif False:", "heal", "passes",
     ),
     Planted(
         "healing: a batch that the script has changed in place is used again", HEAL, "train/step.py",

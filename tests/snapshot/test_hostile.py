@@ -24,7 +24,7 @@ from support.tiny import tiny_run
 
 import samestep
 from samestep.errors import Error, RunDirectoryError
-from samestep.plan.ledger import Entry
+from samestep.plan.ledger import RECORD, Entry
 from samestep.snapshot.logs import Heal
 from samestep.snapshot.manifest import parse_manifest, seal
 from samestep.snapshot.mirror import Mirror, Unreachable
@@ -294,7 +294,7 @@ NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("name", "what"), one_in(2, itertools.product(NAMES, [*TEXTS, *PLANTED])))
 def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str, capsys: Any) -> None:
-    (place / "run" / "ledger.bin").write_bytes(Entry(0, 0, 8, 1).pack())
+    (place / "run" / "ledger.bin").write_bytes(RECORD.pack(*Entry(0, 0, 8, 1)))
     path = place / "run" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

@@ -87,7 +87,7 @@ def test_tensors_and_numpy_become_numbers_and_the_rest_text() -> None:
 
 def write(path: Path, num_steps: int) -> list[Entry]:
     entries = [Entry(step, step // 3, 8, 11 * step + 2, to_bits(0.5), 7) for step in range(num_steps)]
-    path.write_bytes(b"".join(entry.pack() for entry in entries))
+    path.write_bytes(b"".join(RECORD.pack(*entry) for entry in entries))
     return entries
 
 
@@ -113,7 +113,7 @@ ROWS = [
     for name in (["train/loss"] if step % 2 else ["train/loss", "validation/loss", "validation/accuracy"])
 ]
 LINES = [format_row(row) for row in ROWS]
-RECORDS = [Entry(step, 0, 8, step, 2 * step, 3 * step).pack() for step in range(4)]
+RECORDS = [RECORD.pack(*Entry(step, 0, 8, step, 2 * step, 3 * step)) for step in range(4)]
 
 
 def keep(num_rows: int = len(ROWS), num_steps: int = 4, first_step: int = 0) -> KeptLogs:

@@ -45,8 +45,8 @@ def write_ledger(run: Path, steps: Steps, micro_batch_size: int = 2) -> None:
     with open(run / "ledger.bin", "wb") as file:
         for step, (epoch, samples) in enumerate(steps):
             cuts = [samples[at : at + micro_batch_size] for at in range(0, len(samples), micro_batch_size)]
-            mark = combine([hash_short(np.array(cut, dtype=np.int64)) for cut in cuts])
-            file.write(Entry(step, epoch, len(samples), mark).pack())
+            mark = combine([hash_short(np.array(cut, dtype=np.int64).data) for cut in cuts])
+            file.write(RECORD.pack(*Entry(step, epoch, len(samples), mark)))
 
 
 def plan_steps(num_steps: int, orders: Callable[[int], NDArray[np.int64]]) -> Steps:
@@ -244,10 +244,10 @@ def test_runs_with_other_losses_and_lengths_are_compared(tmp_path: Path, compare
     a, b = write_runs(tmp_path)
     first, last = (entry._replace(loss=to_bits(0.5), gradient=7) for entry in read_records(Path(a) / "ledger.bin"))
     for run, entry in ((a, last), (b, last._replace(loss=to_bits(0.25)))):
-        (Path(run) / "ledger.bin").write_bytes(first.pack() + entry.pack())
+        (Path(run) / "ledger.bin").write_bytes(RECORD.pack(*first) + RECORD.pack(*entry))
     said = f"\nstep 1 is the first that differs: the loss is 0.5 in {a} and 0.25 in {b}\n"
     assert said in compare(a, b)[1]
-    (Path(b) / "ledger.bin").write_bytes(first.pack())
+    (Path(b) / "ledger.bin").write_bytes(RECORD.pack(*first))
     assert compare(a, b)[0] == 1, "the snapshots differ"
     shutil.rmtree(Path(b) / "snapshots")
     code, out = compare(a, b)

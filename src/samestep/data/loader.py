@@ -367,7 +367,7 @@ class Fetcher:
         except Exception as error:
             num_read = None if samples is None else len(samples)
             raise Error(explain(error, task.indices.tolist(), num_read), code="SS301") from error
-        return Loaded(batch, hash_short(task.indices), task.place, position)
+        return Loaded(batch, hash_short(task.indices.data), task.place, position)
 
     def _collate(self, samples: Any, count: int) -> Any:
         if isinstance(samples, list) and len(samples) != count:

@@ -33,21 +33,6 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int) -> Callable[[], 
     Returns:
         A function that returns the checksum (CRC-32). It waits for a GPU.
     """
-    return partial(_sum_up, copy_to_host(_read_rows(grads, step)))
-
-
-def combine(checksums: Sequence[int]) -> int:
-    """Return the checksum of several rows, or of the rows of several ranks."""
-    return sum(checksums) % 2**32
-
-
-def _sum_up(wait: Callable[[], Sequence[Tensor]]) -> int:
-    rows: Any = wait()
-    return combine([zlib.crc32(row.numpy()) for row in rows])  # noqa: TID251 as BLAKE2b takes four times as long
-
-
-def _read_rows(grads: Sequence[Tensor | None], step: int) -> list[Tensor]:
-    """Return copies of the rows that this rank has, as bytes."""
     rows: list[Tensor] = []
     num_params = len(grads)
     num_rows = min(NUM_ROWS, num_params)
@@ -62,7 +47,17 @@ def _read_rows(grads: Sequence[Tensor | None], step: int) -> list[Tensor]:
             whole = get_local(whole)
         if 0 <= row < whole.shape[0]:
             rows.append(whole.select(0, row).reshape(-1)[:ROW_ELEMENTS].clone().view(torch.uint8))
-    return rows
+    return partial(_sum_up, copy_to_host(rows))
+
+
+def combine(checksums: Sequence[int]) -> int:
+    """Return the checksum of several rows, or of the rows of several ranks."""
+    return sum(checksums) % 2**32
+
+
+def _sum_up(wait: Callable[[], Sequence[Tensor]]) -> int:
+    rows: Any = map(Tensor.numpy, wait())
+    return combine([*map(zlib.crc32, rows)])  # noqa: TID251 as BLAKE2b takes four times as long
 
 
 class PartialChecksums:

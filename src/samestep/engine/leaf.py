@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import UsageError
-from samestep.plan.tree import Layout
+from samestep.plan.tree import Layout, list_merges
 from samestep.torch_internals import (
     add_all,
     get_grad_hooks,
@@ -160,20 +160,19 @@ class PartialSums:
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
         self.held = layout.ranges[rank]
-        self._rank = rank
+        self._merges = list_merges(layout.num_micro_batches, self.held)
         self._sums: list[Grads] = []
 
     def fold(self, v: int, grads: Grads) -> None:
         """Add the gradients of micro-batch v: the sums that it completes become one."""
-        for _ in range(self.layout.count_merges(self._rank, v)):
+        for _ in range(self._merges[self.held.index(v)]):
             grads = add_grads(self._sums.pop(), grads)
         self._sums.append(grads)
 
     @cached_property
     def _split(self) -> tuple[list[Grads], list[Grads]]:
         """The sums that the last micro-batch leaves as they are, and those that become one with it, in order."""
-        num_merged = self.layout.count_merges(self._rank, self.held[-1])
-        num_stay = len(self._sums) - num_merged
+        num_stay = len(self._sums) - self._merges[-1]
         return self._sums[:num_stay], self._sums[num_stay:][::-1]
 
     def pack(self, i: int, grad: Tensor | None, views: Sequence[Tensor]) -> Tensor:

@@ -132,7 +132,8 @@ class TreeSum:
         if v in held:
             self.used |= int.from_bytes(bytes(map(is_not, grads, NONE)))
         if v in held[-1:]:
-            drop_grads(self._plan.untrained)
+            for param in self._plan.untrained:
+                param.grad = None
             self._plan.guard.check()
             return  # `finish` folds it
         drop_grads(self._plan.all)

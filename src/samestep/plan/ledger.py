@@ -31,10 +31,6 @@ class Entry(NamedTuple):
     loss: int = UNKNOWN
     gradient: int = UNKNOWN
 
-    def pack(self) -> bytes:
-        """Return the bytes of the record."""
-        return RECORD.pack(*self)
-
     @property
     def has_bits(self) -> bool:
         """Return whether loss and gradient are known."""

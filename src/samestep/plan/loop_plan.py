@@ -237,7 +237,7 @@ class LoopPlan:
 
     def plan_step(self, step: int) -> StepSamples:
         """Return the samples of step `step`, with their epochs."""
-        prints = [hash_short(self.indices(span)) for span in self.micro_batches(step)]
+        prints = [hash_short(self.indices(span).data) for span in self.micro_batches(step)]
         by_epoch = self._split(self._span(step))
         return StepSamples(np.concatenate([*by_epoch.values()]), by_epoch, combine(prints))
 

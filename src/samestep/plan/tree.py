@@ -146,6 +146,16 @@ def count_merges(n: int, first: int, lo: int, hi: int) -> int:
     return len(cover(n, first, lo)) + 1 - len(cover(n, first, hi))
 
 
+@lru_cache(maxsize=128)
+def list_merges(n: int, held: range) -> tuple[int, ...]:
+    """Return for each micro-batch of a rank how many of its parts are complete with it, and become one with it.
+
+    Args:
+        held: a range of a `Layout`. In rounds, no parts become one.
+    """
+    return tuple(count_merges(n, held.start, v, v + 1) if held.step == 1 else 0 for v in held)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The parts that each rank holds after its last micro-batch of a step, and the additions that form the root.
@@ -175,10 +185,6 @@ class Layout:
     additions: tuple[tuple[int, int], ...]
     root: int
     butterfly: bool
-
-    def count_merges(self, rank: int, v: int) -> int:
-        """Return how many parts of a rank are complete with its micro-batch v, and become one with it."""
-        return 0 if self.in_rounds else count_merges(self.num_micro_batches, self.ranges[rank].start, v, v + 1)
 
     def sort(self, values: Iterable[Sequence[T]]) -> list[T]:
         """Return values of micro-batches in their order. `values`: per rank, those of its micro-batches."""

@@ -193,7 +193,7 @@ class KeptLogs(StepRecords):
         self._rows.append((row["step"], format_row(row)))
 
     def _record(self, entry: Entry) -> None:
-        self._records.append((entry.step, entry.pack()))
+        self._records.append((entry.step, RECORD.pack(*entry)))
 
     def resume(self, num_bytes: int) -> None:
         """Forget the rows so far, because an earlier start has written them.

@@ -375,7 +375,7 @@ class RunDirectory(StepRecords):
             metrics.flush()
 
     def _record(self, entry: Entry) -> None:
-        self._get_logs()[1].append(entry.pack())
+        self._get_logs()[1].append(LEDGER_RECORD.pack(*entry))
 
     def complete_logs(self) -> None:
         """Write all pending rows and records. If that fails, set `lost`, and warn the first time."""

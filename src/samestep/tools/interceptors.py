@@ -179,7 +179,8 @@ class Replay(Tracer):
             self._is_alone = True
             plan = self.loop.data.plan
             indices = [plan.indices(span) for span in plan.micro_batches(step.number)]
-            prints = [*map(hash_short, indices[:v]), step.loaded_fingerprint, *map(hash_short, indices[v + 1 :])]
+            prints = [hash_short(each.data) for each in indices]
+            prints[v] = step.loaded_fingerprint
             self._result = {
                 "samples": [indices[v].tolist()],
                 "losses": [],

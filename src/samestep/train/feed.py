@@ -145,7 +145,7 @@ class Feed:
         epochs = self.plan.epochs_of(self._state.steps_done)
         self._loaded_end = min(self._loaded_end, self.plan.num_steps_within(epochs[-1]))
         for epoch, indices in orders.open_epochs(epochs).items():
-            if len(set(context.group.gather(hash_short(indices)))) > 1:
+            if len(set(context.group.gather(hash_short(indices.data)))) > 1:
                 raise InvalidValue(
                     f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank",
                     code="SS308",

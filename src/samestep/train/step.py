@@ -1,10 +1,10 @@
 """One optimizer step, over which the script iterates, and the classes of what listens to it and what changes it."""
 
 import math
+import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ def list_borrowed(interceptors: Sequence[StepInterceptor], step: int, num_micro_
     return [v for each in interceptors for v in each.borrow(step, num_micro_batches)]
 
 
-read_fingerprint: Callable[[MicroBatchReport], int] = attrgetter("fingerprint")
+read_fingerprint: Callable[[MicroBatchReport], int] = operator.attrgetter("fingerprint")
 
 
 class Observers:
@@ -189,8 +189,8 @@ class StepResult:
 
         None if those of the ranks of the last pass have not been combined, which the next exchange does.
         """
-        found = [checksum for read in self.checksums if (checksum := read()) is not None]
-        return combine(found) if len(found) == len(self.checksums) else None
+        checksums: list[Any] = [*map(operator.call, self.checksums)]
+        return None if None in checksums else combine(checksums)
 
 
 class StepPhase(Enum):
@@ -389,7 +389,8 @@ class Step:
         num_ranks = self._parts.context.group.world_size
         if not self.num_passes:
             self._num_ranks_before = num_ranks
-        elif num_ranks != self._num_ranks_before:  # a list of this rank's results may have those of an interrupted pass, too
+        elif num_ranks != self._num_ranks_before:
+            # A list of this rank's results may have those of an interrupted pass, too.
             raise NotHealed(f"step {self.number} lost a rank, and has a further pass over its micro-batches")
         self._parts.observers.begin_pass(self)
         self._phase = StepPhase.PROBE
