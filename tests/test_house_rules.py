@@ -1,4 +1,4 @@
-"""The rules of the source that no linter has: names, how files are opened, the cost of `import samestep`.
+"""The rules of the source that no linter has: names, and how files are opened.
 
 Layers and cycles of imports are import-linter's; the environment, collectives, JSON, copies of files and private
 attributes are ruff's: see pyproject.toml. To change a rule, change it here or there, with the reason.
@@ -6,8 +6,6 @@ attributes are ruff's: see pyproject.toml. To change a rule, change it here or t
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -164,13 +162,3 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(path)
     assert {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_CLASS_NAMES} == {}
-
-
-@pytest.mark.parametrize("name", ["samestep", "samestep.cli"])
-def test_importing_it_imports_nothing_slow(name: str) -> None:
-    script = f"import sys, {name}; print(*{{'torch', 'msgspec'}} & {{*sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not (slow := done.stdout.strip()), (
-        f"import {name} imports {slow}: do that inside the function that needs it (-X importtime shows where)"
-    )

@@ -8,20 +8,15 @@ from typing import Any
 
 import click
 import pytest
-from support import commands
-from support.runs import check, run_command
+from support.runs import ask, check, run_command
 
 from samestep.launch.target import ScriptCommand
 from samestep.tools.launch_command import run_launch, run_train
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return commands.run([sys.executable, "-m", "samestep", *arguments], capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["--version"], ["trian"]])
 def test_nothing_slow_is_imported(arguments: list[str]) -> None:
-    slow = {"torch", "numpy", "psutil", "asyncio"}
+    slow = {"torch", "numpy", "psutil", "asyncio", "msgspec"}
     script = f"import sys; from samestep.cli import main; main({arguments!r}); sys.exit(len({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -37,75 +32,83 @@ def test_a_reader_that_closes_the_pipe() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["lanch", "x.py"], "samestep: No such command 'lanch'"),
-        (["--versio"], "samestep: No such option"),
-        (["launch"], "launch needs a script or a recipe"),
-        (["launch", "-m"], "launch needs a script or a recipe"),
-        (["launch", "--nproc-per-nod", "2", "x.py"], "samestep launch: No such option"),
-        (["launch", "nothing.py"], "there is no script nothing.py"),
-        (["launch", "."], "there is no script . that can be read"),
-        (["launch", "--nproc-per-node", "0", __file__], "--nproc-per-node must be a whole number from 1"),
-        (["launch", "--nproc-per-node=-2", __file__], "--nproc-per-node must be a whole number from 1 to 4096, not -2"),
-        (["launch", "--nproc-per-node", "9" * 20, __file__], "--nproc-per-node must be a whole number from 1 to 4096"),
-        (["launch", "--num-threads", "99999999", __file__], "--num-threads must be a whole number from 1 to 4096, not"),
-        (["launch", "--max-restarts", "-1", __file__], "--max-restarts must be a whole number of at least 0, not -1"),
-        (["slurm", "--job-name", "a\nb", __file__], "the batch script would have the option '--job-name=\"a\\nb\"'"),
-        (["slurm", "--sbatch=--mem=1\ntouch x", __file__], "use names without control characters"),
-        (["launch", "--nproc-per-node", "foo", __file__], "--nproc-per-node must be a whole number, not 'foo'"),
-        (["launch", "--nproc-per-node"], "Option '--nproc-per-node' requires an argument (see samestep --help)"),
-        (["launch", "--batch-size", "many", __file__], "--batch-size must be a whole number, not 'many'"),
-        (["launch", "--fresh=1", __file__], "Option '--fresh' does not take a value"),
-        (["launch", "--rdzv-endpoint", "a:1", __file__], "where several machines meet, and --nnodes is not given"),
-        (["train", "mlp", "--rdzv-endpoint", "a:1"], "where several machines meet, and --nnodes is not given"),
-        (["inspect"], "samestep inspect: Missing argument 'RUN' (see samestep inspect --help)"),
-        (
-            ["export", "a", "b.safetensors", "c"],
-            "samestep export: Got unexpected extra argument (c) (see samestep export --help)",
-        ),
-        (["train", "digitz"], "there is no recipe digitz: give digits, gpt, images or mlp"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], said: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("samestep: error: ")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-BAD = [  # arguments, and a part of the sentence
-    ("launch missing.py", "there is no script missing.py"),
-    ("launch --nproc-per-node x file", "--nproc-per-node must be a whole number"),
-    ("launch --batch-size 0 file", "--batch-size must be a whole number above 0, found 0"),
+MISTAKES = [  # command lines, and a part of the sentence
+    ("lanch x.py", "samestep: No such command 'lanch'"),
+    ("--versio", "samestep: No such option"),
+    ("launch", "launch needs a script or a recipe"),
+    ("launch -m", "launch needs a script or a recipe"),
+    ("launch --nproc-per-nod 2 x.py", "samestep launch: No such option"),
+    ("launch nothing.py", "there is no script nothing.py"),
+    ("launch .", "there is no script . that can be read"),
+    ("launch --nproc-per-node 0 train.py", "--nproc-per-node must be a whole number from 1"),
+    ("launch --nproc-per-node=-2 train.py", "--nproc-per-node must be a whole number from 1 to 4096, not -2"),
+    (f"launch --nproc-per-node {'9' * 20} train.py", "--nproc-per-node must be a whole number from 1 to 4096"),
+    ("launch --nproc-per-node foo train.py", "--nproc-per-node must be a whole number, not 'foo'"),
+    ("launch --nproc-per-node", "Option '--nproc-per-node' requires an argument (see samestep --help)"),
+    ("launch --num-threads 99999999 train.py", "--num-threads must be a whole number from 1 to 4096, not"),
+    ("launch --max-restarts -1 train.py", "--max-restarts must be a whole number of at least 0, not -1"),
+    ("launch --batch-size many train.py", "--batch-size must be a whole number, not 'many'"),
+    ("launch --batch-size 0 train.py", "--batch-size must be a whole number above 0, found 0"),
+    ("launch --fresh=1 train.py", "Option '--fresh' does not take a value"),
+    ("launch --rdzv-endpoint a:1 train.py", "where several machines meet, and --nnodes is not given"),
+    ("train mlp --rdzv-endpoint a:1", "where several machines meet, and --nnodes is not given"),
     ("train mlp --micro-batch-size=-1", "--micro-batch-size must be a whole number above 0, found -1"),
-    ("verify missing.py", "there is no script missing.py"),
-    ("scale missing.py", "there is no script missing.py"),
-    ("slurm missing.py", "there is no script missing.py"),
+    ("train digitz", "there is no recipe digitz: give digits, gpt, images or mlp"),
+    ("slurm", "slurm needs a script"),
+    ("slurm nothing.py", "there is no script nothing.py"),
+    ("slurm --job-name 'a\nb' train.py", "the batch script would have the option '--job-name=\"a\\nb\"'"),
+    ("slurm '--sbatch=--mem=1\ntouch x' train.py", "use names without control characters"),
+    ("slurm --node 2 train.py", "samestep slurm: No such option"),
+    ("slurm --nodes 0 train.py", "--nodes must be a whole number of at least 1, not 0"),
+    ("slurm --gpus-per-node a100 train.py", "--gpus-per-node must be a whole number, not 'a100'"),
+    (
+        "slurm --nodes=2 --gpus-per-node=8 --batch-size=32 --micro-batch-size=8 train.py",
+        "16 ranks cannot share a step of 4 micro-batches (batch_size 32, micro_batch_size 8): start 1 to 4 ranks",
+    ),
+    ("slurm --fresh train.py", "--fresh would apply to each start of the job"),
+    ("slurm --resume best train.py", "--resume would apply to each start of the job"),
+    ("inspect", "samestep inspect: Missing argument 'RUN' (see samestep inspect --help)"),
     ("inspect missing", "there is no directory missing"),
+    ("report", "Missing argument 'RUN...'"),
     ("report missing", "there is no directory missing"),
+    ("export a b.safetensors c", "samestep export: Got unexpected extra argument (c) (see samestep export --help)"),
     ("export missing model.safetensors", "there is no directory missing"),
     ("diff missing missing", "there is no directory missing"),
-    ("doctor --device tpu", "--device must be cpu, cuda"),
+    ("verify", "verify needs a script or a recipe"),
+    ("verify nowhere.py", "there is no script nowhere.py"),
+    ("verify --world-sizes 1,two mlp", "--world-sizes takes numbers of ranks such as 1,2,4, not '1,two'"),
+    ("verify --world-sizes 0 mlp", "--world-sizes takes numbers of ranks"),
+    ("verify --steps 0 mlp", "--steps"),
+    ("verify --step 3 mlp", "samestep verify: No such option"),
+    ("verify --run-dir x mlp", "samestep verify: No such option"),
+    ("verify --plain --kills 1 train.py", "--kills cannot be used with --plain"),
+    ("verify --plain --steps 0 train.py", "--steps"),
+    ("scale missing.py", "there is no script missing.py"),
+    ("scale --world-sizes 2,4 train.py", "--world-sizes needs 1, to which all is compared"),
+    ("scale --world-sizes a train.py", "--world-sizes takes numbers of ranks"),
+    ("scale --steps 1 train.py", "--steps must be a whole number of at least 2, not 1"),
+    ("doctor --jsn", "samestep doctor: No such option"),
+    ("doctor --device tpu", "--device must be cpu, cuda or one GPU"),
+    ("doctor --nproc-per-node none", "--nproc-per-node must be a whole number, not 'none'"),
+    ("doctor --nnodes 2", "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
 ]
 
 
-def test_bad_input_is_found_before_torch_is_imported(tmp_path: Path) -> None:
-    """The import takes most of the time of such a command."""
-    (tmp_path / "file").touch()
+def test_a_mistake_is_one_sentence_before_torch_is_imported(tmp_path: Path) -> None:
+    """The import takes most of the time of such a command. Nothing is written."""
+    (tmp_path / "train.py").touch()
     code = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import shlex, sys; sys.modules['torch'] = None\n"
         "from samestep.cli import main\n"
-        f"for words, _ in {BAD!r}:\n"
-        "    assert main(words.split()) == 2, words\n"
+        f"for words, _ in {MISTAKES!r}:\n"
+        "    assert main(shlex.split(words)) == 2, words\n"
     )
     done = check(run_command(sys.executable, "-c", code, cwd=tmp_path, real=True))
-    lines = done.stderr.splitlines()
-    assert [part in line for line, (_, part) in zip(lines, BAD, strict=True)] == [True] * len(BAD), done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"file"}
+    assert done.stdout == ""
+    for line, (words, said) in zip(done.stderr.splitlines(), MISTAKES, strict=True):
+        assert line.startswith("samestep: error: "), line
+        assert said in line, words
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def parse(command: ScriptCommand, *words: str) -> tuple[list[str], dict[str, Any]]:
@@ -136,7 +139,6 @@ def test_flags_of_train_mix_with_the_recipes_own() -> None:
 
 
 def test_a_recipes_help_is_its_own_and_launchs() -> None:
-    done = run("train", "--seed=1", "mlp", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "[TOTAL_EPOCHS] [SAVE_EVERY]" in done.stdout
-    assert "--nproc-per-node" in done.stdout
+    said = ask("train", "--seed=1", "mlp", "--help")
+    assert "[TOTAL_EPOCHS] [SAVE_EVERY]" in said
+    assert "--nproc-per-node" in said

@@ -95,26 +95,6 @@ def test_which_exits_are_requeued(
     assert (done.returncode, done.stdout) == (code, "requeue 7\n" if is_queued else "")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("nothing.py",), "there is no script nothing.py"),
-        ((), "slurm needs a script"),
-        (("--node", "2", "train.py"), "samestep slurm: No such option"),
-        (("--nodes", "0", "train.py"), "--nodes must be a whole number of at least 1, not 0"),
-        (("--gpus-per-node", "a100", "train.py"), "--gpus-per-node must be a whole number, not 'a100'"),
-        (
-            ("--nodes=2", "--gpus-per-node=8", "--batch-size=32", "--micro-batch-size=8", "train.py"),
-            "16 ranks cannot share a step of 4 micro-batches (batch_size 32, micro_batch_size 8): start 1 to 4 ranks",
-        ),
-        (("--fresh", "train.py"), "--fresh would apply to each start of the job"),
-        (("--resume", "best", "train.py"), "--resume would apply to each start of the job"),
-    ],
-)
-def test_bad_input(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
-    assert said in refuse(capsys, *words)
-
-
 def test_each_start_has_a_new_secret(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is in no command, and not in the saved batch script."""
     text = render(capsys, "--nodes", "2", "train.py")

@@ -10,7 +10,6 @@ import pytest
 from support.ports import reserve_port
 from support.runs import check, read_facts, run_command, samestep_command
 
-from samestep.cli import main
 from samestep.tools.doctor import (
     CHECKS,
     DoctorCheck,
@@ -191,17 +190,3 @@ def test_a_rank_that_does_not_come(tmp_path: Path, port: int) -> None:
         done = check(run_command(sys.executable, "-c", script, cwd=tmp_path, env=variables), 2)
         assert words in done.stderr
         assert done.stderr.endswith("[SS507]\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--jsn"], "samestep doctor: No such option"),
-        (["--device", "tpu"], "--device must be cpu, cuda or one GPU"),
-        (["--nproc-per-node", "none"], "--nproc-per-node must be a whole number, not 'none'"),
-        (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
-    ],
-)
-def test_what_it_refuses(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *arguments]) == 2
-    assert words in capsys.readouterr().err

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runs import check, read_facts, samestep_command
 
-from samestep.cli import main
 from samestep.errors import Error
 from samestep.tools.scale import Size, build_rows, fit_steps
 
@@ -93,20 +92,6 @@ def test_larger_sizes_are_estimated_unless_more_ranks_are_slower(second_s: float
     measured = {size: Size(size, 8, 1, [step_s] * 5) for size, step_s in ((1, 100), (2, second_s), (4, second_s + 20))}
     rows = build_rows(fit_steps(8, {w: (size.step_s, size.error) for w, size in measured.items()}), measured)
     assert [row["world_size"] for row in rows] == sizes
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--world-sizes", "2,4"], "--world-sizes needs 1, to which all is compared"),
-        (["--world-sizes", "a"], "--world-sizes takes numbers of ranks"),
-        (["--steps", "1"], "--steps must be a whole number of at least 2, not 1"),
-    ],
-)
-def test_bad_options(words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.py").write_text("raise SystemExit(0)")
-    assert main(["scale", *words, str(tmp_path / "train.py")]) == 2
-    assert sentence in capsys.readouterr().err
 
 
 def test_a_script_that_does_not_train(tmp_path: Path) -> None:

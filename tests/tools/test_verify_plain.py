@@ -175,18 +175,10 @@ def test_other_trainers(tmp_path: Path, trainer: str, script: str) -> None:
     assert {"samples", "order", "gradient", "replicas"} <= {name for name, v in found.items() if v == "ok"}, done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--plain", "--kills", "1"], "--kills cannot be used with --plain"),
-        (["--plain", "--steps", "0"], "--steps"),
-        (["--plain"], "planted.py ends with exit code 1 on 1 rank after 0 steps of a torch optimizer"),
-    ],
-)
-def test_bad_input(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_a_script_that_fails(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text("raise SystemExit(1)")
-    done = check(samestep_command("verify", *arguments, "planted.py", cwd=tmp_path), 2)
-    assert words in done.stderr
+    done = check(samestep_command("verify", "--plain", "planted.py", cwd=tmp_path), 2)
+    assert "planted.py ends with exit code 1 on 1 rank after 0 steps of a torch optimizer" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["planted.py"]
 
 
