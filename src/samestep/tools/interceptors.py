@@ -139,7 +139,7 @@ class Replay(Tracer):
                 {
                     "step": step.number,
                     "num_samples": step.num_samples,
-                    "fingerprint": step.result.fingerprint,
+                    "fingerprint": combine(step.result.fingerprints),
                     "loss": to_bits(loss),
                     "gradient": step.result.gradient_checksum,
                 }

@@ -127,13 +127,13 @@ class MisuseChecks(StepObserver):
                     code="SS214",
                 )
             return
-        ids = () if is_ours else map(id, list_params(optimizer))
-        name = next((self._names[number] for number in ids if number in self._names), None)
-        if (step := self._step) is not None and (is_ours or name is not None):
+        ids = [] if is_ours else [id(param) for param in list_params(optimizer) if id(param) in self._names]
+        if (step := self._step) is not None and (is_ours or ids):
             step.refuse_inside("optimizer.step()", "its gradient is not complete there; dedent it by one level")
-        if name is not None:
+        if ids:
             raise UsageError(
-                f"an optimizer ({type(optimizer).__name__}) that was not passed to run.prepare updates {name}: pass "
+                f"an optimizer ({type(optimizer).__name__}) that was not passed to run.prepare updates "
+                f"{self._names[ids[0]]}: pass "
                 "it, so that its state is part of the snapshots",
                 code="SS215",
             )

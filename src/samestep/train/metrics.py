@@ -4,15 +4,14 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from samestep.engine.gradient_checksum import PartialChecksums, compute_checksum
 from samestep.engine.leaf import read_grad
 from samestep.engine.passes import Reduced
-from samestep.plan.ledger import Entry, to_bits
+from samestep.plan.ledger import Entry, combine, to_bits
 from samestep.plan.loop_plan import LoopPlan
-from samestep.snapshot.logs import KeptLogs
-from samestep.snapshot.run_directory import RunDirectory
 from samestep.train.context import RunContext
 from samestep.train.objects import Objects
 from samestep.train.prepared import Prepared
@@ -98,7 +97,9 @@ class RunMetrics(StepObserver):
         steps_done = step.number + 1
         location = self._context.location
         if (records := location.directory or location.kept) is not None:
-            self._add_to_ledger(records, step)
+            # Checksums on a GPU are read after the next step, which needs no wait.
+            is_late = self._context.device.type == "cuda" or self._prepared.gradients.plan.is_divided
+            records.enter(partial(_build_entry, step), is_late=is_late)
         self._progress.step(steps_done, step.num_samples, step.epoch)
         if not self._plan.is_endless:
             self._state.tally.add(step.epoch, step.result.averages)
@@ -118,19 +119,6 @@ class RunMetrics(StepObserver):
         if self._prepared.gradients.plan.is_divided:
             own = self.partial_checksums.take_own()
             self.partial_checksums.resolve(self._context.group.gather_number(own))
-
-    def _add_to_ledger(self, records: RunDirectory | KeptLogs, step: Step) -> None:
-        """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""
-
-        def build_entry() -> Entry | None:
-            loss = math.nan if step.result.loss is None else step.result.loss
-            checksum = step.result.gradient_checksum
-            if checksum is None:  # the run has failed after the step
-                return None
-            return Entry(step.number, step.epoch, step.num_samples, step.result.fingerprint, to_bits(loss), checksum)
-
-        is_late = self._context.device.type == "cuda" or self._prepared.gradients.plan.is_divided
-        records.enter(build_entry, is_late=is_late)
 
     def write_row(self, values: Mapping[str, Any], step: int, **position: int) -> None:
         """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""
@@ -170,6 +158,16 @@ class RunMetrics(StepObserver):
         if spent := describe_spent(spent_s):
             rows["time"] = spent
         return rows, {"samples_per_s": samples_per_s, "wall_s": wall_s, "time_share": share_spent(spent_s)}
+
+
+def _build_entry(step: Step) -> Entry | None:
+    """Return the ledger's entry of a step; None if the run has failed after it."""
+    result = step.result
+    loss = math.nan if result.loss is None else result.loss
+    checksum = result.gradient_checksum
+    if checksum is None:
+        return None
+    return Entry(step.number, step.epoch, step.num_samples, combine(result.fingerprints), to_bits(loss), checksum)
 
 
 def learning_rates(objects: Objects) -> dict[str, float]:

@@ -179,11 +179,6 @@ class StepResult:
     is_skipped: bool = True
 
     @property
-    def fingerprint(self) -> int:
-        """Fingerprint of the samples used, for the ledger."""
-        return combine(self.fingerprints)
-
-    @property
     def gradient_checksum(self) -> int | None:
         """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one.
 
