@@ -1,21 +1,24 @@
 """A small training run with faults, which are data:
 
-    samestep launch --nproc-per-node 2 faulty.py D --fault "kill rank 1 at step 7 in forward"
+    samestep launch --nproc-per-node 2 faulty.py D "{'fault': 'kill rank 1 at step 7 in forward'}"
 
-A fault is an action of ACTIONS, its ranks, the number of steps done, and a moment of MOMENTS. It strikes each of its
-ranks once, however often the command is run. (The simulated runs kill ranks at any communication or file operation.)
+The words after the script are the run directory and further arguments of `train`. A fault is an action of ACTIONS, its
+ranks, the number of steps done, and a moment of MOMENTS. It strikes each of its ranks once, however often the command
+is run. (The simulated runs kill ranks at any communication or file operation.)
+
 The run has everything that a resume could lose: a BatchNorm, dropout, augmentation, an average of the model, a schedule
 that reads the validation, a score that draws noise, `run.state`, a named snapshot, and rows of its own.
 """
 
-import argparse
+import ast
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,28 +42,11 @@ ACTIONS = (*SIGNALS, "raise", "hold", "stop")
 FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
 
 
-class Fault(NamedTuple):
-    """An action, its rank (None: all) and its time."""
-
-    text: str
-    action: str
-    rank: int | None
-    step: int
-    moment: str
-
-
-def parse(text: str) -> Fault:
-    match = FAULT.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is no fault: {FAULT.pattern}")
-    return Fault(text, match[1], None if match[2] is None else int(match[2]), int(match[3]), match[4])
-
-
 class Faults:
     """The faults of one run, and the files by which a test watches them, in a directory beside the run's."""
 
     def __init__(self, faults: Sequence[str], directory: Path, rank: int) -> None:
-        self._faults = [parse(text) for text in faults]
+        self._faults = [FAULT.fullmatch(text) for text in faults]
         self._directory = directory
         self._rank = rank
         self.run: Any = None
@@ -71,23 +57,24 @@ class Faults:
         """Apply the faults of this rank at `moment`. `step`: of the moment; None: the number of steps done."""
         step = self.run.steps_done if step is None else step
         for fault in self._faults:
-            if (fault.moment, fault.step) == (moment, step) and fault.rank in (None, self._rank):
-                self._strike(fault)
+            action, rank, at_step, at_moment = fault.groups()
+            if (at_moment, int(at_step)) == (moment, step) and rank in (None, str(self._rank)):
+                self._strike(action, fault[0])
 
-    def _strike(self, fault: Fault) -> None:
-        if fault.action == "stop":
+    def _strike(self, action: str, fault: str) -> None:
+        if action == "stop":
             self.run.stop("by a fault")
             return
         try:
-            (self._directory / f"struck-{fault.text.replace(' ', '-')}-{self._rank}").touch(exist_ok=False)
+            (self._directory / f"struck-{fault.replace(' ', '-')}-{self._rank}").touch(exist_ok=False)
         except FileExistsError:
             return
-        if fault.action == "raise":
-            raise RuntimeError(f"a fault: {fault.text}")
-        if fault.action == "hold":
+        if action == "raise":
+            raise RuntimeError(f"a fault: {fault}")
+        if action == "hold":
             self._hold()
         else:
-            os.kill(os.getpid(), SIGNALS[fault.action])
+            os.kill(os.getpid(), SIGNALS[action])
 
     def _hold(self) -> None:
         (self._directory / f"held-{self._rank}").touch()
@@ -214,15 +201,5 @@ def train(
     return run.dir
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--fault", action="append", default=[])
-    parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
-    parser.add_argument("--num-workers", type=int, default=0)
-    parser.add_argument("--settled", action="store_true")
-    train(**vars(parser.parse_args()))
-
-
 if __name__ == "__main__":
-    main()
+    train(sys.argv[1], **ast.literal_eval(sys.argv[2]))

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -241,18 +240,12 @@ def test_the_directory_is_removed_during_a_run(tmp_path: Path, capfd: pytest.Cap
 # --- one writer -------------------------------------------------------------------------------------------------------
 
 
-ARGUMENTS = ["--num-workers", "1", "--epochs", "1", "--settled"]
-
-
-HELD = "hold rank 0 at step 3 in forward"
-
-
 def test_second_process(trial: Trial, tmp_path: Path) -> None:
     """It is refused while the first process lives, however it is started."""
-    held = trial.start("python", 1, HELD, arguments=ARGUMENTS)
+    held = trial.start("python", 1, "hold rank 0 at step 3 in forward", num_workers=1, epochs=1, settled=True)
     trial.wait_held()
     before = read_tree(trial.dir)
-    pid, host = held.process.pid, socket.gethostname()
+    pid, host = held.pid, socket.gethostname()
     alive = rf"the run in {trial.dir} is locked by process {pid} on {host} since .*: stop it, or start beside "
     assert_refused(launch("nothing", trial.dir, 2), alive)
     # A process that reads files of the directory does not release the lock.
@@ -264,12 +257,12 @@ def test_second_process(trial: Trial, tmp_path: Path) -> None:
     lock = str(trial.dir / "lock")
     assert lock in open_files(pid)
     assert lock not in open_files(worker.pid), "a worker that outlives its rank would keep the lock"
-    held.process.send_signal(signal.SIGKILL)
-    held.process.wait()
+    held.kill()
+    held.wait()
     for num_ranks in (2, 1):  # The lock is free at once, and after the run has ended.
         trial.spawn(num_ranks, epochs=1)
     check(samestep_command("inspect", trial.dir, "--samples", cwd=tmp_path))
-    held.wait()  # for its worker
+    held.finish()  # for its worker
 
 
 def open_files(pid: int) -> set[str]:

@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from promises.faulty import DEADLINE_S
-from promises.trial import Outcome, Started, Trial, resume_is_from
+from promises.trial import HELD, Trial, Undisturbed, resume_is_from
 from support.runs import check, find_tests, run_command
 from support.tiny import Pairs, Tiny, update
 from support.waiting import wait_until
@@ -26,18 +25,6 @@ from support.waiting import wait_until
 import samestep
 from samestep import console
 from samestep.world import group
-
-Undisturbed = Callable[..., Outcome]
-
-HELD = "hold rank 0 at step 7 in forward"
-
-
-def assert_goes_on(trial: Trial, undisturbed: Undisturbed, then: Started, step: int) -> None:
-    """The same command has resumed from `step`, and ended as a run without faults."""
-    assert resume_is_from(then.output) == step
-    assert trial.num_ends == 1
-    assert trial.outcome() == undisturbed()
-
 
 # --- other ways to start it -------------------------------------------------------------------------------------------
 
@@ -47,12 +34,15 @@ def test_signal_to_torchrun(trial: Trial, undisturbed: Undisturbed) -> None:
     """torchrun has its own exit code and output. The run is saved, also if a scheduler signals the ranks too."""
     torchrun = trial.start("torchrun", 2, HELD)
     trial.wait_held()
-    trial.tell(torchrun, signal.SIGTERM)
+    torchrun.send_signal(signal.SIGTERM)
+    wait_until(lambda: "a second one ends at once" in torchrun.output, "rank 0 prints that it has got the signal")
     os.kill(trial.pid(0), signal.SIGTERM)
     trial.go_on()
-    torchrun.wait()
+    torchrun.finish()
     assert trial.snapshots[-1] == "step-00000008"
-    assert_goes_on(trial, undisturbed, trial.run("torchrun", 2, HELD), step=8)
+    assert resume_is_from(trial.run("torchrun", 2, HELD).output) == 8
+    assert trial.num_ends == 1
+    assert trial.outcome() == undisturbed()
 
 
 def check_handlers(directory: Path) -> None:
@@ -124,8 +114,8 @@ def test_ctrl_c_while_ranks_join(trial: Trial) -> None:
     for rank in range(2):
         wait_until((trial.faults / f"pid{rank}").exists, f"rank {rank} starts")
         wait_until(lambda: waits(rank), f"rank {rank} waits")  # noqa: B023
-    launch.process.send_signal(signal.SIGINT)
-    assert launch.wait(DEADLINE_S) == 130
+    launch.send_signal(signal.SIGINT)
+    assert launch.finish(60) == 130
 
 
 # --- run.stop ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from promises.faulty import train
-from promises.trial import Outcome, enter_node, read_outcome, read_starts, read_tree
+from promises.trial import KILLED, Outcome, Undisturbed, enter_node, fail, read_outcome, read_restarts, read_tree
 from support.disks import Disk
 from support.selection import one_in
 from support.snapshots import read_snapshot
@@ -26,7 +26,6 @@ from samestep.errors import Error
 from samestep.snapshot import copies
 from samestep.snapshot.store import Store
 
-Undisturbed = Callable[..., Outcome]
 # Files and fields with times and processes.
 PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json")
 
@@ -62,16 +61,12 @@ class Cluster:
     def run_dir(self, node: int) -> Path:
         return self.disk(node) / "run"
 
-    def spawn(self, nodes: Sequence[int], num_ranks: int = 1, *fault: str, **arguments: Any) -> None:
+    def spawn(
+        self, nodes: Sequence[int], num_ranks: int = 1, *fault: str, env: Mapping[str, str] = {}, **arguments: Any
+    ) -> None:
         """Trains on these nodes; the first has rank 0."""
-        env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
         disks = [self.disk(node) for node in nodes]
         samestep.spawn(train_on, len(nodes) * num_ranks, (disks, num_ranks, fault, arguments), env=env)
-
-    def spawn_to_fail(self, nodes: Sequence[int], num_ranks: int = 1, *fault: str, **arguments: Any) -> Exception:
-        with pytest.raises(Exception) as caught:  # noqa: PT011
-            self.spawn(nodes, num_ranks, *fault, **arguments)
-        return caught.value
 
     def snapshots(self, node: int) -> list[str]:
         return [each.path.name for each in Store(self.run_dir(node)).snapshots() if each.problem is None]
@@ -85,7 +80,7 @@ def cluster(tmp_path: Path) -> Cluster:
 def test_ranks_cannot_continue_without_the_one_that_writes_a_copy(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.spawn([0, 1], SAMESTEP_HEAL="1")
+    cluster.spawn([0, 1], env={"SAMESTEP_HEAL": "1"})
     refusal = "--heal does not support a run directory that the nodes do not share: if a rank dies, all start again"
     assert refusal in capfd.readouterr().out
 
@@ -133,12 +128,6 @@ def test_nodes_that_share_a_disk_keep_one(cluster: Cluster, undisturbed: Undistu
     assert_ended_as(cluster, [2, 0], undisturbed(epochs=4))
 
 
-# --- the snapshot from which a run resumes ----------------------------------------------------------------------------
-
-
-KILLED = "kill all ranks at step 8 in forward"
-
-
 # --- errors, and the cost of replication ------------------------------------------------------------------------------
 
 
@@ -146,9 +135,8 @@ def test_another_run_on_one_node(cluster: Cluster) -> None:
     """It is found before any node writes a file."""
     cluster.spawn([1], 1, seed=6, max_steps=4)
     before = read_tree(cluster.run_dir(1))
-    error = cluster.spawn_to_fail([0, 1])
-    assert isinstance(error, Error)
-    assert "run holds another run (seed 6 there, 5 here)" in str(error)
+    with pytest.raises(Error, match=r"run holds another run \(seed 6 there, 5 here\)"):
+        cluster.spawn([0, 1])
     assert not read_tree(cluster.run_dir(0))
     assert read_tree(cluster.run_dir(1)) == before
 
@@ -157,7 +145,7 @@ def test_fresh_is_beside_all_of_them(cluster: Cluster, undisturbed: Undisturbed)
     """Node 0 has no run, and node 1 has a run and another one beside it."""
     cluster.spawn([1], 1)
     shutil.copytree(cluster.run_dir(1), cluster.disk(1) / "run-2")
-    cluster.spawn([0, 1], 1, SAMESTEP_FRESH=1)
+    cluster.spawn([0, 1], 1, env={"SAMESTEP_FRESH": "1"})
     for node in (0, 1):
         assert read_outcome(cluster.disk(node) / "run-3") == undisturbed()
     assert not read_tree(cluster.run_dir(0))
@@ -165,11 +153,10 @@ def test_fresh_is_beside_all_of_them(cluster: Cluster, undisturbed: Undisturbed)
 
 def test_a_disk_that_is_full_from_the_start(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """That of node 1. No rank waits for it, and node 0 is unchanged."""
-    cluster.spawn_to_fail([0], 1, KILLED, snapshot_every=3, settled=True)
+    fail(cluster.spawn, [0], 1, KILLED, snapshot_every=3, settled=True)
     before = read_tree(cluster.run_dir(0))
-    error = cluster.spawn_to_fail([0, 1], 1, full_node=1)
-    assert isinstance(error, Error)
-    assert re.search(r"run on .* cannot be written \(No space left on device\): fix that, or name", str(error))
+    with pytest.raises(Error, match=r"run on .* cannot be written \(No space left on device\): fix that, or name"):
+        cluster.spawn([0, 1], 1, full_node=1)
     assert read_tree(cluster.run_dir(0)) == before
     assert not list(cluster.run_dir(1).rglob(".*")), "no incomplete file"
     cluster.spawn([0, 1])
@@ -262,16 +249,16 @@ def test_a_disk_is_full_for_a_while(
 ]))  # fmt: skip
 def test_the_state_is_sharded(cluster: Cluster, undisturbed: Undisturbed, shard: str, then: str) -> None:
     """Each node keeps the whole state, and another node continues from it, in another mode."""
-    cluster.spawn_to_fail([0, 1], 2, KILLED, snapshot_every=3, settled=True, SAMESTEP_SHARD=shard)
+    fail(cluster.spawn, [0, 1], 2, KILLED, snapshot_every=3, settled=True, env={"SAMESTEP_SHARD": shard})
     shutil.rmtree(cluster.run_dir(0))
-    cluster.spawn([2, 1], 1, snapshot_every=3, SAMESTEP_SHARD=then)
+    cluster.spawn([2, 1], 1, snapshot_every=3, env={"SAMESTEP_SHARD": then})
     assert_ended_as(cluster, [1, 2], undisturbed())
-    assert read_starts(cluster.run_dir(1)) == read_starts(cluster.run_dir(2))
+    assert read_restarts(cluster.run_dir(1)) == read_restarts(cluster.run_dir(2))
 
 
 def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """The other copy may have the snapshot already, or not."""
-    cluster.spawn_to_fail([0, 1], 1, "kill rank 0 at step 8 in committing", snapshot_every=2)
+    fail(cluster.spawn, [0, 1], 1, "kill rank 0 at step 8 in committing", snapshot_every=2)
     cluster.spawn([1, 0], 1, snapshot_every=2)
     assert_ended_as(cluster, [0, 1], undisturbed())
 
@@ -279,11 +266,11 @@ def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed) 
 def test_a_node_with_abandoned_snapshots(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """The run went back to step 3 without the node: its snapshots of later steps are older than the newer ones."""
     cluster.spawn([0, 1], 1, "stop all ranks at step 9 in forward", snapshot_every=3, keep_last=9)
-    cluster.spawn_to_fail([0], 2, "kill all ranks at step 4 in forward", resume=3, snapshot_every=2, settled=True)
+    fail(cluster.spawn, [0], 2, "kill all ranks at step 4 in forward", resume=3, snapshot_every=2, settled=True)
     assert cluster.snapshots(0)[-1] == "step-00000004"
     assert cluster.snapshots(1)[-1] == "step-00000010"
     cluster.spawn([1, 0], 1, snapshot_every=3)
     assert_ended_as(cluster, [0, 1], undisturbed())
     for node in (0, 1):
-        assert [step for step, _ in read_starts(cluster.run_dir(node))] == [3, 4]
+        assert [row["from_step"] for row in read_restarts(cluster.run_dir(node))] == [3, 4]
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}

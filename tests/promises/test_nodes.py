@@ -7,12 +7,11 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
-from promises.test_restarts import read_restarts
-from promises.trial import Outcome, Started, Trial
+from promises.trial import HELD, Started, Trial, Undisturbed, read_restarts
 from support.hosts import Host
 from support.ports import reserve_port
 
@@ -23,9 +22,6 @@ from samestep.launch.link import Nodes, Start
 from samestep.launch.target import Target
 from samestep.world.environment import read_secret
 from samestep.world.host import find_own_address
-
-Undisturbed = Callable[..., Outcome]
-HELD = "hold rank 0 at step 7 in forward"
 
 
 @pytest.fixture
@@ -39,7 +35,7 @@ def flags_at(endpoint: str, nnodes: str = "2", *more: str) -> list[str]:
 
 
 def finish(*nodes: Started) -> list[int]:
-    return [node.wait() for node in nodes]
+    return [node.finish() for node in nodes]
 
 
 # --- hosts ------------------------------------------------------------------------------------------------------------
@@ -50,7 +46,7 @@ def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
     first = all_hosts[0]
     endpoint = f"{first.address}:29400" if version == 4 else f"[{first.address6}]:29400"
     nodes = [
-        trial.start("launch", 2, "", *flags_at(endpoint, "2", "--node-rank", str(rank), "--shard", shard), host=host)
+        trial.start("launch", 2, (), *flags_at(endpoint, "2", "--node-rank", str(rank), "--shard", shard), host=host)
         for rank, host in enumerate(all_hosts[:2])
     ]
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
@@ -65,7 +61,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
     """No connection closes. The others wait in gloo, and continue within seconds."""
     flags = flags_at(f"{all_hosts[0].address}:29400", "3", "--heal", "--node-rank")
     nodes = [
-        trial.start("launch", 1, HELD, *flags, str(rank), arguments=["--settled"], host=host)
+        trial.start("launch", 1, HELD, *flags, str(rank), settled=True, host=host)
         for rank, host in enumerate(all_hosts)
     ]
     trial.wait_held()
@@ -73,7 +69,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
     trial.go_on()
     assert finish(*nodes) == [0, 0, 1], "\n".join(node.output for node in nodes)
     assert trial.outcome() == undisturbed()
-    assert not (trial.dir / "restarts.jsonl").exists(), "no rank has started again"
+    assert not read_restarts(trial.dir), "no rank has started again"
     assert json.loads((trial.dir / "heals.jsonl").read_text())["lost"] == [2]
 
 
@@ -84,7 +80,7 @@ def test_the_rendezvous_ends(trial: Trial, undisturbed: Undisturbed, port: int) 
     endpoint = f"127.0.0.1:{port}"
     host, other = (trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1"))
     trial.wait_held()
-    host.process.kill()
+    host.kill()
     assert finish(host, other) == [-signal.SIGKILL, 1]
     assert other.err.read_text().splitlines()[-1] == (
         f"samestep: error: the launcher at {endpoint}, the rendezvous of the nodes, has ended: the same commands "
@@ -106,7 +102,7 @@ def test_agents_under_torchrun(trial: Trial, undisturbed: Undisturbed, port: int
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
     trial.assert_struck(fault)
     assert "rank 3 was killed by SIGKILL (out of memory?), on node 1" in nodes[0].output
-    assert not (trial.dir / "restarts.jsonl").exists()
+    assert not read_restarts(trial.dir)
     assert trial.outcome() == undisturbed()
 
 
@@ -189,5 +185,5 @@ def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: i
         said = rf"samestep: rank 1 was killed by SIGKILL \(out of memory\?\){where}; restart 1 of 1\n"
         assert re.search(said, node.err.read_text())
         assert "Traceback" not in node.output
-    assert [(row["rank"], row["world_size"]) for row in read_restarts(trial)] == [(1, 2)]
+    assert [(row["rank"], row["world_size"]) for row in read_restarts(trial.dir)] == [(1, 2)]
     assert trial.outcome() == undisturbed()

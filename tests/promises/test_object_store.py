@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
 from promises.test_node_replication import damage
-from promises.trial import Outcome, enter_node, read_outcome, read_starts
+from promises.trial import KILLED, Outcome, Undisturbed, enter_node, fail, read_outcome, read_restarts
 from support.runs import check, find_tests, samestep_command
 from support.selection import one_in
 
@@ -26,8 +26,6 @@ import samestep
 from samestep.errors import Error
 from samestep.snapshot.mirror import Mirror, Unreachable
 from samestep.snapshot.store import Store
-
-Undisturbed = Callable[..., Outcome]
 
 
 class Planted(LocalFileSystem):
@@ -83,16 +81,13 @@ class Cluster:
         [path] = self.machine(number).iterdir()
         return path
 
-    def spawn(self, machine: int, num_ranks: int = 1, *plan: tuple[str, str, int], **arguments: Any) -> None:
-        env = {"SAMESTEP_RUN_DIR": self.url, "SAMESTEP_LOCAL_DIR": str(self.machine(machine))}
-        env |= {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
+    def spawn(
+        self, machine: int, num_ranks: int = 1, *plan: tuple[str, str, int], env: Mapping[str, str] = {},
+        **arguments: Any,
+    ) -> None:  # fmt: skip
+        env = {"SAMESTEP_RUN_DIR": self.url, "SAMESTEP_LOCAL_DIR": str(self.machine(machine)), **env}
         arguments = {"snapshot_every": 3} | arguments
         samestep.spawn(train_planted, num_ranks, (self._place / "run", plan, arguments), env=env)
-
-    def spawn_to_fail(self, *words: Any, **arguments: Any) -> Exception:
-        with pytest.raises(Exception) as caught:  # noqa: PT011
-            self.spawn(*words, **arguments)
-        return caught.value
 
     def snapshots(self) -> list[str]:
         return sorted(path.parent.name for path in self.store.glob("snapshots/*/manifest.json"))
@@ -111,9 +106,6 @@ def train_planted(run_dir: Path, plan: Sequence[tuple[str, str, int]], arguments
     fsspec.register_implementation("planted", Planted, clobber=True)
     Planted.plan = [*plan]
     train(run_dir, **arguments)
-
-
-KILLED = "kill all ranks at step 8 in forward"
 
 
 def check_complete(cluster: Cluster, undisturbed: Undisturbed) -> None:
@@ -140,10 +132,10 @@ MOMENTS = {  # in a write: a part of the path, the writes before it, and the ste
 def test_killed_during_an_upload(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
     """Another machine resumes."""
     part, count, step = MOMENTS[moment]
-    cluster.spawn_to_fail(0, 1, ("kill", part, count), settled=True)
+    fail(cluster.spawn, 0, 1, ("kill", part, count), settled=True)
     assert any(part in f"{path}/" for path in cluster.store.rglob("*")), "a part of it is there"
     cluster.spawn(1, 2)
-    assert [start for start, _ in read_starts(cluster.store)] == ([step] if step else [])
+    assert [row["from_step"] for row in read_restarts(cluster.store)] == ([step] if step else [])
     check_complete(cluster, undisturbed)
 
 
@@ -158,7 +150,7 @@ def test_another_rank_continues_an_upload(
     command = ["launch", "--nproc-per-node", "3", "--heal", str(Path(__file__).with_name("planted.py")), *words]
     done = check(samestep_command(*command, cwd=tmp_path, env=env))
     assert "lost rank 0 in step " in done.stderr
-    assert not read_starts(cluster.store)
+    assert not read_restarts(cluster.store)
     check_complete(cluster, undisturbed)
 
 
@@ -167,30 +159,29 @@ def test_a_flipped_bit(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], file: str
 ) -> None:  # fmt: skip
     """The run resumes from the snapshot before and writes the damaged one again. With no sound one it is an error."""
-    cluster.spawn_to_fail(0, 1, fault=KILLED, settled=True)
+    fail(cluster.spawn, 0, 1, fault=KILLED, settled=True)
     damage(cluster.store / "snapshots/step-00000006" / file)
     capfd.readouterr()
     cluster.spawn(1)
     said = capfd.readouterr().out
     assert f"cannot be used: {cluster.url}/snapshots/step-00000006: {file} is damaged" in said
     assert cluster.outcome() == undisturbed()
-    assert read_starts(cluster.store)[0][0] == 5, "the step of the best snapshot"
+    assert read_restarts(cluster.store)[0]["from_step"] == 5, "the step of the best snapshot"
     for name in cluster.snapshots():
         damage(cluster.store / "snapshots" / name / file)
-    error = cluster.spawn_to_fail(2)
-    assert isinstance(error, Error)
-    assert f"no snapshot in {cluster.url} can be used" in str(error)
+    with pytest.raises(Error, match=f"no snapshot in {cluster.url} can be used"):
+        cluster.spawn(2)
 
 
 def test_a_store_that_is_full_for_a_while(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     """It is a warning, and the next snapshot uploads all files. At the end it is an error until the next start."""
-    error = cluster.spawn_to_fail(0, 1, ("full", "step-00000015/state.json", 0), settled=True)
-    assert isinstance(error, Error)
+    with pytest.raises(Error) as caught:
+        cluster.spawn(0, 1, ("full", "step-00000015/state.json", 0), settled=True)
     why = "(OSError: [Errno 28] No space left on device)"
     said = f"the snapshot of step 15 is in {cluster.copy(0)} only: it could not be uploaded to {cluster.url} {why}"
-    assert f"{said}; fix this, and start the same command again" in str(error)
+    assert f"{said}; fix this, and start the same command again" in str(caught.value)
     assert "step-00000015" not in cluster.snapshots()
     assert "step-00000012" in cluster.snapshots()
     capfd.readouterr()
@@ -214,16 +205,15 @@ def test_a_store_that_fails_in_between(
 
 def test_a_later_writer_ends_the_earlier_one(cluster: Cluster) -> None:
     """Before the next manifest of the earlier one. (The later one printed that the earlier one might live.)"""
-    error = cluster.spawn_to_fail(0, 1, ("taken", "step-00000006/state.json", 0), settled=True)
-    assert isinstance(error, Error)
-    assert f"the run in {cluster.url} was taken over by process" in str(error)
+    with pytest.raises(Error, match=f"the run in {cluster.url} was taken over by process"):
+        cluster.spawn(0, 1, ("taken", "step-00000006/state.json", 0), settled=True)
     assert "step-00000006" not in cluster.snapshots()
 
 
 def test_fresh(cluster: Cluster, undisturbed: Undisturbed) -> None:
     cluster.spawn(0, 1, max_steps=4)
     shutil.copytree(cluster.store, cluster.store.with_name("run-2"))
-    cluster.spawn(0, SAMESTEP_FRESH=1)
+    cluster.spawn(0, env={"SAMESTEP_FRESH": "1"})
     cluster.store = cluster.store.with_name("run-3")
     assert cluster.outcome() == undisturbed()
 
@@ -270,22 +260,21 @@ def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) 
     """Machine 1 goes back to step 3. Later snapshots are moved, and machine 0 does not resume from its own copy."""
     cluster.spawn(0, 1, fault="stop all ranks at step 9 in forward", keep_last=9)
     assert cluster.snapshots()[-1] == "step-00000010"
-    cluster.spawn_to_fail(1, 1, fault="kill all ranks at step 5 in forward", resume=3, snapshot_every=2, settled=True)
+    fail(cluster.spawn, 1, 1, fault="kill all ranks at step 5 in forward", resume=3, snapshot_every=2, settled=True)
     assert cluster.snapshots()[-1] == "step-00000004"
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.store / "abandoned").iterdir()}
     cluster.spawn(0, 1)
-    assert [step for step, _ in read_starts(cluster.store)] == [3, 5]
+    assert [row["from_step"] for row in read_restarts(cluster.store)] == [3, 5]
     assert cluster.outcome() == undisturbed()
 
 
 def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """Another run is refused, --fresh uses a URL beside it, and a removed run does not resume from its working copy."""
     cluster.spawn(0, 1, max_steps=4)
-    error = cluster.spawn_to_fail(0, 1, seed=6)
-    assert isinstance(error, Error)
-    assert "holds another run (seed 5 there, 6 here)" in str(error)
-    error = cluster.spawn_to_fail(0, 1, resume=False, max_steps=4)
-    assert "already has snapshots and resume is never" in str(error)
+    with pytest.raises(Error, match=r"holds another run \(seed 5 there, 6 here\)"):
+        cluster.spawn(0, 1, seed=6)
+    with pytest.raises(Error, match="already has snapshots and resume is never"):
+        cluster.spawn(0, 1, resume=False, max_steps=4)
     shutil.rmtree(cluster.store)
     cluster.spawn(0)
     assert cluster.outcome() == undisturbed()

@@ -2,16 +2,13 @@
 
 import errno
 import fcntl
-import json
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from promises.trial import Outcome, Trial, read_outcome, read_tree
+from promises.trial import HELD, Trial, Undisturbed, read_outcome, read_restarts, read_tree
 
 import samestep
 from samestep.errors import PeerFailed
@@ -19,26 +16,12 @@ from samestep.launch.rank_reports import is_secondary
 from samestep.snapshot.lock import Lock
 from samestep.watch.records import read_status
 
-Undisturbed = Callable[..., Outcome]
-
-
-def read_restarts(trial: Trial) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (trial.dir / "restarts.jsonl").read_text().splitlines()]
-    assert [row["restart"] for row in rows] == list(range(1, len(rows) + 1))
-    for row in rows:
-        assert abs(time.time() - time.mktime(time.strptime(row["time"] + "+0000", "%Y-%m-%dT%H:%M:%SZ%z"))) < 2 * 86400
-    return rows
-
-
-def flags_of(*faults: str) -> list[str]:
-    return [word for fault in faults for word in ("--fault", fault)]
-
 
 def test_the_last_failure_is_reported(trial: Trial, undisturbed: Undisturbed) -> None:
     """When no restarts are left: by the launcher, the run's status, and the next start by the user."""
     faults = ["raise rank 0 at step 3 in forward", "kill rank 1 at step 7 in forward"]
     reasons = [f"rank 0 raised RuntimeError: a fault: {faults[0]}", "rank 1 was killed by SIGKILL (out of memory?)"]
-    launch = trial.run("launch", 2, "", "--max-restarts", "1", arguments=flags_of(*faults), code=137)
+    launch = trial.run("launch", 2, faults, "--max-restarts", "1", code=137)
     said = launch.err.read_text()
     assert said.count("Traceback") == 1
     assert "; restart 1 of 1\n" in said
@@ -46,7 +29,7 @@ def test_the_last_failure_is_reported(trial: Trial, undisturbed: Undisturbed) ->
     status = read_status(trial.dir)
     assert (status["status"], status["reason"], status["rank"]) == ("failed", reasons[1], 1)
     trial.spawn(3)
-    rows = read_restarts(trial)
+    rows = read_restarts(trial.dir)
     assert [(row["reason"], row["rank"]) for row in rows] == [(reasons[0], 0), (reasons[1], 1)]
     assert (rows[1]["from_step"], rows[1]["world_size"]) == (5, 3)
     assert rows[1]["lost_steps"] in range(3), "rank 0 may be ended before it has recorded steps 5 and 6"
@@ -58,7 +41,7 @@ def test_the_last_failure_is_reported(trial: Trial, undisturbed: Undisturbed) ->
 
 def test_a_writer_that_was_cut_off_is_fenced(trial: Trial, undisturbed: Undisturbed) -> None:
     """A machine and its lock return after it was taken for dead: the run has resumed on another machine."""
-    old = trial.start("python", 1, "hold rank 0 at step 7 in forward")
+    old = trial.start("python", 1, HELD)
     trial.wait_held()
     old_ledger = os.stat(trial.dir / "ledger.bin").st_ino
     # As on another machine, where the flock of the old writer is gone.
@@ -69,7 +52,7 @@ def test_a_writer_that_was_cut_off_is_fenced(trial: Trial, undisturbed: Undistur
     assert trial.outcome() == undisturbed()
     before = read_tree(trial.dir)
     trial.go_on()
-    assert old.wait() == 2
+    assert old.finish() == 2
     assert f"the run in {trial.dir} was taken over by process " in old.err.read_text()
     assert read_tree(trial.dir) == before
 
@@ -140,7 +123,7 @@ def test_a_restart_ignores_resume_and_fresh(trial: Trial, undisturbed: Undisturb
     trial.spawn(1, max_steps=10)
     fault = "kill rank 1 at step 14 in forward"
     flags = ["--snapshot-every", "3", flag, "--max-restarts", "1"]
-    launch = trial.run("launch", 2, "", *flags, arguments=flags_of(fault))
+    launch = trial.run("launch", 2, fault, *flags)
     run_dir = trial.dir.with_name("run-2") if flag == "--fresh" else trial.dir
     assert sorted(path.name for path in trial.dir.parent.glob("run*") if "faults" not in path.name) == sorted(
         {"run", run_dir.name}

@@ -6,13 +6,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from promises.trial import Outcome, Trial, resume_is_from
+from promises.trial import Trial, Undisturbed, fail, resume_is_from
 from promises.wrong import learn_well
 from support.runs import ask
 from support.tiny import Tiny, tiny_run, update
@@ -22,18 +21,15 @@ from torch.optim import Adam, Optimizer
 import samestep
 from samestep.train.objects import Objects
 
-Undisturbed = Callable[..., Outcome]
-
-
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_loader_worker(trial: Trial, undisturbed: Undisturbed) -> None:
     """The user runs the command again. torch raises one of several errors. (The simulated runs kill ranks.)"""
-    fault, arguments = "kill rank 1 at step 9 in worker", ["--num-workers", "2"]
-    assert "samestep: rank" in trial.run("launch", 2, fault, arguments=arguments, code=1).output
+    fault = "kill rank 1 at step 9 in worker"
+    assert "samestep: rank" in trial.run("launch", 2, fault, num_workers=2, code=1).output
     trial.assert_struck(fault)
-    trial.run("launch", 3, fault, arguments=arguments)
+    trial.run("launch", 3, fault, num_workers=2)
     assert trial.num_ends == 1
     assert trial.outcome() == undisturbed()
 
@@ -85,7 +81,7 @@ def test_resume_from_an_older_snapshot(
 ) -> None:
     """Newer snapshots are moved, not lost, and the end is the same."""
     fault = "kill rank 0 at step 13 in forward"
-    trial.spawn_to_fail(2, fault, snapshot_every=3, settled=True)
+    fail(trial.spawn, 2, fault, snapshot_every=3, settled=True)
     there = set(trial.snapshots)
     assert there == {"step-00000006", "step-00000009", "step-00000012", "best.step-00000010"}
     capfd.readouterr()

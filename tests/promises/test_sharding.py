@@ -18,7 +18,7 @@ import torch.distributed.checkpoint
 from promises.loops import Result, build_run
 from promises.models import build_pairs
 from promises.test_same_bits import run_alone
-from promises.trial import Outcome, Trial
+from promises.trial import Trial, Undisturbed, fail
 from support.runs import digest
 from support.tiny import Tiny, learn, tiny_run, update
 from support.trace import Trace, assert_same
@@ -39,13 +39,13 @@ SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
     (SHARDED, "raise rank 2 at step 12 in forward", {}),
 ])  # fmt: skip
 def test_resumed_with_another_sharding(
-    trial: Trial, undisturbed: Callable[..., Outcome], first: dict[str, str], fault: str, then: dict[str, str]
+    trial: Trial, undisturbed: Undisturbed, first: dict[str, str], fault: str, then: dict[str, str]
 ) -> None:
     """On 3 ranks with one sharding, then on 2 with another one, then on 4 with the first one again."""
-    trial.spawn_to_fail(3, fault, keep_last=1, **first)
+    fail(trial.spawn, 3, fault, keep_last=1, env=first)
     trial.assert_struck(fault)
-    trial.spawn_to_fail(2, "kill rank 1 at step 13 in forward", keep_last=1, **then)
-    assert trial.spawn(4, keep_last=1, **first) == trial.dir
+    fail(trial.spawn, 2, "kill rank 1 at step 13 in forward", keep_last=1, env=then)
+    assert trial.spawn(4, keep_last=1, env=first) == trial.dir
     assert trial.outcome() == undisturbed()
 
 

@@ -2,20 +2,17 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from promises.test_restarts import flags_of
-from promises.trial import SCRIPT, Outcome, Started, Trial
+from promises.trial import HELD, SCRIPT, Started, Trial, Undisturbed
 from support.slurm import ASK_EVERY_S, Cluster, open_cluster, why_not
 from support.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.packages
-Undisturbed = Callable[..., Outcome]
 ADDRESS = {"MASTER_ADDR": "127.0.0.1"}  # the names of the nodes have no addresses
-HELD = "hold rank 0 at step 7 in forward"
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +44,9 @@ class Jobs:
         started = self.start(
             "bash", "-c", '"$@" | sbatch', "bash", sys.executable, "-m", "samestep", "slurm", "--nodes", "2",
             "--run-dir", run_dir, *flags,
-            SCRIPT, run_dir, *flags_of(fault), **variables,
+            SCRIPT, run_dir, repr({"fault": fault}), **variables,
         )  # fmt: skip
-        assert started.process.wait(DEADLINE_S) == 0, started.output  # without the processes of the job
+        assert started.wait(DEADLINE_S) == 0, started.output  # without the processes of the job
         (number,) = re.findall(r"Submitted batch job (\d+)", started.output)
         return Job(self, number, run_dir / "slurm" / f"{number}.out")
 
@@ -106,8 +103,8 @@ def jobs(trial: Trial, cluster: Cluster) -> Iterator[Jobs]:
 
 def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Without a launcher of samestep, on two nodes, with unequal shares."""
-    started = jobs.start("srun", "-N2", "-n3", sys.executable, SCRIPT, trial.dir, **ADDRESS)
-    assert started.wait() == 0, started.output
+    started = jobs.start("srun", "-N2", "-n3", sys.executable, SCRIPT, trial.dir, "{}", **ADDRESS)
+    assert started.finish() == 0, started.output
     assert "samestep: 4 micro-batches on 3 ranks, " in started.output
     assert trial.outcome() == undisturbed()
 

@@ -4,12 +4,12 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from samestep.snapshot.store import Store
 from samestep.watch.records import LOCK, RANKS
 
 SCRIPT = Path(__file__).with_name("faulty.py")
+HELD = "hold rank 0 at step 7 in forward"
+KILLED = "kill all ranks at step 8 in forward"
 PROMPTLY_S = 30.0  # from a fault to the end of all processes: 1 s on an idle machine
 
 
@@ -37,6 +39,9 @@ class Outcome:
     digest_of_best: str
     metrics: bytes
     ledger: bytes
+
+
+Undisturbed = Callable[..., Outcome]  # the fixture of this name
 
 
 def read_outcome(run_dir: Path) -> Outcome:
@@ -66,11 +71,15 @@ def read_tree(directory: Path) -> dict[str, str] | None:
     }
 
 
-def read_starts(run_dir: Path) -> list[tuple[int, int]]:
-    """The step from which each start but the first resumed, and the number of lost steps."""
+def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """The record of each start but the first."""
     path = run_dir / "restarts.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(row["from_step"], row["lost_steps"]) for row in rows]
+    assert [row["restart"] for row in rows] == list(range(1, len(rows) + 1))
+    for row in rows:
+        began_s = datetime.strptime(row["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+        assert abs(time.time() - began_s) < 86400
+    return rows
 
 
 def enter_node(disks: Sequence[Path], num_ranks: int = 1) -> int:
@@ -82,8 +91,8 @@ def enter_node(disks: Sequence[Path], num_ranks: int = 1) -> int:
     return node
 
 
-class Started:
-    """A running program with its descendants and its output."""
+class Started(Popen):
+    """A running program with its output."""
 
     def __init__(
         self, command: Sequence[str | Path], output: Path, env: Mapping[str, str], host: Host | None = None
@@ -92,7 +101,7 @@ class Started:
         variables = clean_variables(env)
         variables.pop("PYTHONUNBUFFERED", None)  # which is rarely set
         with open(self.out, "w") as out, open(self.err, "w") as err:
-            self.process = Popen(
+            super().__init__(
                 command,
                 host=host,
                 env=variables,
@@ -103,22 +112,14 @@ class Started:
                 process_group=0,
             )
 
-    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+    def finish(self, deadline_s: float = DEADLINE_S) -> int:
         """Waits until the program and its descendants have ended. Returns its exit code."""
         try:
-            code = self.process.wait(deadline_s)
+            code = self.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it still runs after {deadline_s} s:\n{self.output}") from None
         wait_until(lambda: not self.processes(), "all its processes have ended")
         return code
-
-    def wait_for_words(self, words: str) -> None:
-        wait_until(lambda: words in self.output or self.process.poll() is not None, f"it prints {words!r}")
-        assert words in self.output, self.output
-
-    def processes(self) -> list[psutil.Process]:
-        """The program and its descendants that are alive."""
-        return self.process.processes()
 
     @property
     def output(self) -> str:
@@ -128,7 +129,13 @@ class Started:
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait()
+        self.wait()
+
+
+def fail(spawn: Callable[..., object], *words: Any, **arguments: Any) -> None:
+    """Call a function that trains, and is ended by a fault."""
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        spawn(*words, **arguments)
 
 
 class Trial:
@@ -148,16 +155,16 @@ class Trial:
     # --- ways to start it -------------------------------------------------------------------------------------
 
     def start(
-        self, how: str, num_ranks: int = 1, fault: str = "", *flags: str, arguments: Sequence[str] = (),
-        host: Host | None = None, script: Path = SCRIPT, engine: Sequence[str] = (),
+        self, how: str, num_ranks: int = 1, fault: str | Sequence[str] = (), *flags: str, host: Host | None = None,
+        script: Path = SCRIPT, engine: Sequence[str] = (), **arguments: Any,
     ) -> Started:  # fmt: skip
         """Starts the script. `how` is "launch" (with its `flags`), "torchrun", "agent" (under torchrun) or "python".
 
         Args:
             host: another host.
             engine: the flags of torchrun, for "agent".
+            arguments: of `faulty.train`.
         """
-        words = [script, self.dir, *(["--fault", fault] if fault else []), *arguments]
         before: dict[str, list[str]] = {
             "launch": ["-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *flags],
             "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)],
@@ -174,31 +181,23 @@ class Trial:
             **({"GLOO_SOCKET_IFNAME": "lo"} if host is None else {}),
         }
         output = self.faults / f"output-{len(self._started)}"
-        command = [sys.executable, *before[how], *words]
-        started = Started(command, output, env, host)
+        words = [script, self.dir, repr({"fault": fault, **arguments})]
+        started = Started([sys.executable, *before[how], *words], output, env, host)
         self._started.append(started)
         return started
 
-    def run(self, how: str, num_ranks: int = 1, fault: str = "", *flags: str, code: int = 0, **more: Any) -> Started:
+    def run(self, how: str, *words: Any, code: int = 0, **more: Any) -> Started:
         """Starts the script and waits for its end with exit code `code`."""
-        started = self.start(how, num_ranks, fault, *flags, **more)
-        found = started.wait()
+        started = self.start(how, *words, **more)
+        found = started.finish()
         assert found == code, f"{how} ended with {found}, not {code}:\n{started.output}"
         return started
 
-    def spawn(self, num_ranks: int = 1, fault: str | Sequence[str] = (), **arguments: Any) -> Path:
-        """Trains by `samestep.spawn`, which raises the exceptions of ranks. Returns the run's directory.
-
-        Arguments in capitals are environment variables, such as SAMESTEP_KEEP_LAST.
-        """
-        env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
+    def spawn(
+        self, num_ranks: int = 1, fault: str | Sequence[str] = (), *, env: Mapping[str, str] = {}, **arguments: Any
+    ) -> Path:
+        """Trains by `samestep.spawn`, which raises the exceptions of ranks. Returns the run's directory."""
         return samestep.spawn(train, num_ranks, (self.dir, fault), arguments, env=env)
-
-    def spawn_to_fail(self, num_ranks: int, fault: str | Sequence[str], **arguments: Any) -> BaseException:
-        """As `spawn`, but a fault must strike. Returns the exception."""
-        with pytest.raises(Exception) as caught:  # noqa: PT011
-            self.spawn(num_ranks, fault, **arguments)
-        return caught.value
 
     # --- faults and signals ------------------------------------------------------------------------------------
 
@@ -212,7 +211,7 @@ class Trial:
     def wait_held(self, rank: int = 0) -> None:
         """Waits until the fault holds the rank."""
         held, last = self.faults / f"held-{rank}", self._started[-1]
-        wait_until(lambda: held.exists() or last.process.poll() is not None, f"rank {rank} is held")
+        wait_until(lambda: held.exists() or last.poll() is not None, f"rank {rank} is held")
         assert held.exists(), last.output
 
     def go_on(self) -> None:
@@ -221,11 +220,6 @@ class Trial:
 
     def pid(self, rank: int) -> int:
         return int((self.faults / f"pid-{rank}").read_text())
-
-    def tell(self, started: Started, signum: signal.Signals) -> None:
-        """Sends a signal, and waits until rank 0 prints that it has received it."""
-        started.process.send_signal(signum)
-        started.wait_for_words("a second one ends at once")
 
     # --- results -----------------------------------------------------------------------------------------------
 
