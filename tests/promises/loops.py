@@ -1,4 +1,4 @@
-"""What the training functions of these tests share: traced runs, and a table of them all.
+"""What the training functions of these tests share: data and traced runs.
 
 On any number of ranks, each of them must do the same. Almost all have 12 micro-batches per step, so that they can run
 on 1 to 12 ranks, and a short last step that leaves ranks idle and has a ragged last micro-batch.
@@ -12,29 +12,38 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from promises.models import BATCH_SIZE, MICRO_BATCH_SIZE, build_pairs
 from support.tiny import Hook, Tiny, nothing, tiny_run, update
 from support.trace import Trace
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.torch_internals import gather_whole
 
 Result = list[tuple[str, Any]]
-CASES: dict[str, Callable[[], Result]] = {}
+MICRO_BATCH_SIZE = 3
+BATCH_SIZE = 12 * MICRO_BATCH_SIZE
+NUM_SAMPLES = 2 * BATCH_SIZE + 2 * MICRO_BATCH_SIZE + 2  # the third step has micro-batches of 3, 3 and 2
 SIZES = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "device": None}
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 NORM_TYPES = (2.0, float("inf"), 1.0)
 sgd_momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def case(fn: Callable[[], Result]) -> Callable[[], Result]:
-    CASES[fn.__name__] = fn
-    return fn
+def build_pairs(num_samples: int = NUM_SAMPLES, seed: int = 0) -> TensorDataset:
+    """Features (num_samples, 6) and one of four classes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 6, generator=generator)
+    return TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0.3).long())
 
 
-def build_run(**arguments: Any) -> samestep.Run:
-    return samestep.Run(None, **SIZES | arguments)  # type: ignore[arg-type]
+def build_texts(num_samples: int = NUM_SAMPLES, seed: int = 0) -> Tensor:
+    """Texts (num_samples, 10) of 17 tokens."""
+    return torch.randint(17, (num_samples, 10), generator=torch.Generator().manual_seed(seed))
+
+
+def build_run() -> samestep.Run:
+    return samestep.Run(None, **SIZES)  # type: ignore[arg-type]
 
 
 def learn_classes(t: Tiny, x: Tensor, y: Tensor) -> None:
@@ -63,22 +72,6 @@ def trace_run(
     return trace.finish()  # type: ignore[no-any-return]
 
 
-def score_classes(model: Callable[[Tensor], Tensor]) -> Callable[[Any], dict[str, Any]]:
-    """Every kind of score at once, with random ones."""
-
-    def score(batch: Any) -> dict[str, Any]:
-        x, y = batch
-        out = model(x)
-        return {
-            "loss": F.cross_entropy(out, y),
-            "hits": ((out.argmax(1) == y).double().mean(), (y > 0).sum()),
-            "found": out.argmax(1).tolist(),
-            "noise": torch.rand(()) + np.random.rand() + random.random(),
-        }
-
-    return score
-
-
 def read_grads(run: samestep.Run, params: Iterable[Tensor]) -> list[Any]:
     """Return the gradients of parameters, None for one without, on all ranks. With owners, these have them."""
     found = [param.grad if param.grad is None else gather_whole(param.grad) for param in params]
@@ -88,15 +81,9 @@ def read_grads(run: samestep.Run, params: Iterable[Tensor]) -> list[Any]:
     return [next((grad for grad in of_param if grad is not None), None) for of_param in zip(*everywhere, strict=True)]
 
 
-def list_norms(run: samestep.Run, params: Iterable[Tensor]) -> list[Any]:
-    """Return the norm of each parameter's gradient, None for one without, on all ranks."""
-    return [grad if grad is None else grad.norm() for grad in read_grads(run, params)]
-
-
 def train_classes(
-    model: Callable[[], nn.Module], *, forward: Callable[[Tiny, Tensor], Tensor] = lambda t, x: t.model(x),
-    before: Hook = nothing, after: Hook = nothing, **arguments: Any,
-) -> Result:  # fmt: skip
+    model: Callable[[], nn.Module], *, before: Hook = nothing, after: Hook = nothing, **arguments: Any
+) -> Result:
     """A traced run with clipping and validation, and with random draws wherever a script can draw."""
 
     def before_step(t: Any) -> None:
@@ -105,7 +92,7 @@ def train_classes(
 
     def body(t: Any, x: Tensor, y: Tensor) -> None:
         with t.run.autocast():
-            loss = F.cross_entropy(forward(t, x), y)
+            loss = F.cross_entropy(t.model(x), y)
         t.step.backward(loss)
 
     def then(t: Any) -> None:
@@ -117,9 +104,18 @@ def train_classes(
         after(t)
 
     def validate(t: Any) -> None:
-        score = score_classes(functools.partial(forward, t))
-        num_workers = arguments.get("num_workers")
-        t.trace.add("scores", t.run.evaluate(score, build_pairs(29, seed=1), num_workers=num_workers))
+        def score(batch: Any) -> dict[str, Any]:
+            """Every kind of score at once, with random ones."""
+            x, y = batch
+            out = t.model(x)
+            return {
+                "loss": F.cross_entropy(out, y),
+                "hits": ((out.argmax(1) == y).double().mean(), (y > 0).sum()),
+                "found": out.argmax(1).tolist(),
+                "noise": torch.rand(()) + np.random.rand() + random.random(),
+            }
+
+        t.trace.add("scores", t.run.evaluate(score, build_pairs(29, seed=1)))
         t.trace.draw(f"after epoch {t.epoch.number}")
 
     return trace_run(

@@ -15,8 +15,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed.checkpoint
-from promises.loops import Result, build_run
-from promises.models import build_pairs
+from promises.loops import Result, build_pairs, build_run
 from promises.test_same_bits import run_alone
 from promises.trial import Trial, Undisturbed, fail
 from support.runs import digest

@@ -1,4 +1,7 @@
-"""Training functions about gradients: which weights get one, and how the ranks exchange them."""
+"""Training functions, each with something that could depend on the number of ranks.
+
+On any number of ranks, each of them must do the same.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,25 +10,110 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from promises.loops import (
-    CASES,
     Result,
     adamw,
+    build_pairs,
     build_run,
-    case,
-    list_norms,
+    build_texts,
     read_grads,
     sgd_momentum,
     trace_run,
     train_classes,
 )
-from promises.models import Branches, Kinds, Transformer, build_pairs, build_texts
+from support.states import build_state
 from support.tiny import update
 from support.trace import Trace
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+CASES: dict[str, Callable[[], Result]] = {}
 
 
-def train_transformer(model: Callable[[], nn.Module] = Transformer, **arguments: Any) -> Result:
+def case(fn: Callable[[], Result]) -> Callable[[], Result]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """Embeddings tied with the output, a dropout in each block, a block that is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(17, 16), nn.Embedding(9, 16)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 64, 0.1, F.gelu, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 17, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = checkpoint(self.blocks[0], x, use_reentrant=False)
+        return self.head(self.blocks[1](x))
+
+
+class Branches(nn.Module):
+    """Weights that all steps, some steps, or some micro-batches leave unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 8)
+        self.never, self.even, self.rare = nn.Linear(3, 3), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+        self.is_even = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        if self.is_even:
+            hidden = hidden + self.even(hidden)
+        if bool((x[:, 0] > 1.3).any()):
+            hidden = hidden + self.rare(hidden)
+        return self.head(hidden)
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 2, bias=False)
+        self.moving = nn.BatchNorm2d(4)
+        self.cumulative = nn.BatchNorm2d(4, momentum=None, affine=False)
+        self.untracked = nn.BatchNorm1d(8, track_running_stats=False)
+        self.frozen = nn.BatchNorm1d(8)
+        self.twice = nn.BatchNorm1d(8, momentum=0.3)
+        self.hidden, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.view(-1, 1, 2, 3).to(memory_format=torch.channels_last)
+        hidden = self.cumulative(self.moving(self.convolution(image))).flatten(1)
+        hidden = self.twice(torch.tanh(self.frozen(self.untracked(hidden))))
+        return self.head(self.twice(self.hidden(hidden)))
+
+
+class Kinds(nn.Module):
+    """Weights of four dtypes in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.brain = nn.Linear(6, 7), nn.Linear(7, 5).bfloat16()
+        self.wide = nn.Linear(5, 5).double()
+        self.waves = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.brain(torch.tanh(self.single(x)).bfloat16())
+        hidden = torch.tanh(self.wide(hidden.double())).float()
+        return self.head(torch.fft.ifft(torch.fft.fft(hidden) * self.waves).real)
+
+
+# --- gradients: which weights get one, and how the ranks exchange them ------------------------------------------------
+
+
+@case
+def transformer(**arguments: Any) -> Result:
     def body(t: Any, tokens: Tensor) -> None:
         t.step.backward(F.cross_entropy(t.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
 
@@ -41,7 +129,7 @@ def train_transformer(model: Callable[[], nn.Module] = Transformer, **arguments:
         t.trace.add("scores", t.run.evaluate(score, build_texts(29, seed=1)))
 
     return trace_run(
-        model, optimizer=train_some, data=build_texts(), body=body, then=then, after_epoch=validate,
+        Transformer, optimizer=adamw, data=build_texts(), body=body, then=then, after_epoch=validate,
         objects=lambda t: {
             "scheduler": torch.optim.lr_scheduler.LambdaLR(t.optimizer, lambda step: min(1.0, (step + 1) / 4)),
             "ema": AveragedModel(t.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))},
@@ -49,14 +137,7 @@ def train_transformer(model: Callable[[], nn.Module] = Transformer, **arguments:
     )  # fmt: skip
 
 
-def train_some(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return adamw([param for param in params if param.requires_grad])
-
-
-CASES |= {
-    "transformer": train_transformer,
-    "two_threads": partial(train_transformer, num_threads=2, num_epochs=1),
-}
+CASES["two_threads"] = partial(transformer, num_threads=2, num_epochs=1)
 
 
 def alternate(t: Any) -> None:
@@ -214,7 +295,7 @@ def gradients_that_a_function_withholds() -> Result:
 def unfrozen_in_a_steps_body() -> Result:
     """As in GANs before each pass, and for gradual unfreezing between two steps."""
     run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = build_mlp()
     other = nn.Linear(6, 4).requires_grad_(False)
     optimizer = torch.optim.Adam([*model.parameters(), *other.parameters()], 0.1)
     run.prepare(model=model, other=other, optimizer=optimizer)
@@ -229,7 +310,114 @@ def unfrozen_in_a_steps_body() -> Result:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x) - other(x), y))
             model.requires_grad_(True)
-            trace.add("gradients", list_norms(run, other.parameters()))
+            trace.add("gradients", read_grads(run, other.parameters()))
             optimizer.step()
             trace.end_step(step)
     return trace.finish()
+
+
+# --- data, buffers, precision and compilers ---------------------------------------------------------------------------
+
+
+def train_compiled(backend: str) -> Result:
+    """Layers for which dynamic shapes would give kernels with other bits: the ragged micro-batch must not cause it."""
+
+    def build() -> Any:
+        norm, head = nn.BatchNorm1d(5), nn.Linear(25, 4)
+        model = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 5, 2), norm, nn.GELU(), nn.Flatten(), head)
+        return torch.compile(model, backend=backend)
+
+    def check(t: Any) -> None:
+        assert not any("_orig_mod" in name for name in build_state(t.run, {})["objects"]["model"])
+
+    return train_classes(build, optimizer=adamw, at_end=check)
+
+
+@case
+def compiled_by_aot_eager() -> Result:
+    return train_compiled("aot_eager")
+
+
+def compiled_by_inductor() -> Result:
+    return train_compiled("inductor")
+
+
+@case
+def batch_norm() -> Result:
+    """All kinds: a moving average, a cumulative one, without statistics, frozen, run twice, in channels_last."""
+
+    def build() -> nn.Module:
+        model = Norms().to(memory_format=torch.channels_last)
+        model.frozen.eval()
+        return model
+
+    def check(t: Any) -> None:
+        # Six steps, each of which counts once.
+        layers = (t.model.moving, t.model.cumulative, t.model.twice, t.model.frozen)
+        assert [layer.num_batches_tracked for layer in layers] == [6, 6, 12, 0]
+        assert not t.model.frozen.running_mean.any()
+
+    return train_classes(build, at_end=check)
+
+
+@case
+def scores_that_change_the_model() -> Result:
+    """A score may use dropout, as for an uncertainty, and gradients. The model's statistics and modes stay, and so does
+    the step's own gradient.
+    """
+
+    def then(t: Any) -> None:
+        def score(batch: Any) -> dict[str, Any]:
+            t.model.train()
+            x = batch[0].clone().requires_grad_()
+            with torch.enable_grad():
+                t.model(x).square().mean().backward()
+            return {"slope": x.grad.norm(), "of the weights": t.model[0].weight.grad.norm()}
+
+        before = [grad.clone() for grad in read_grads(t.run, t.model.parameters())]
+        t.trace.add("scores", t.run.evaluate(score, build_pairs(29, seed=1)))
+        assert [layer.training for layer in t.model] == [True, True, True, False, True]
+        assert all(map(torch.equal, before, read_grads(t.run, t.model.parameters())))
+        update(t)
+
+    def build() -> nn.Module:
+        norms = [nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval()]
+        return nn.Sequential(nn.Linear(6, 8), norms[0], nn.Dropout(0.2), norms[1], nn.Linear(8, 4))
+
+    return trace_run(build, then=then)
+
+
+@case
+def parameters_of_integers() -> Result:
+    """As the quantized weights of some models and the states of Keras: frozen, and held by the optimizer."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+        model.register_parameter("code", nn.Parameter(torch.arange(3), requires_grad=False))
+        return model
+
+    return train_classes(build, optimizer=adamw)
+
+
+@case
+def fp16_with_overflows() -> Result:
+    """Gradients that overflow in some micro-batches: no rank makes that step's update, and the scale is halved."""
+    skipped = []
+
+    def note(t: Any) -> None:
+        missing = [grad is None for grad in read_grads(t.run, t.model.parameters())]
+        assert len(set(missing)) == 1
+        skipped.append(missing[0])
+
+    def check(t: Any) -> None:
+        assert any(skipped)
+        assert not all(skipped)
+        assert t.run._context.precision.scale == 2.0 ** (16 - sum(skipped))
+
+    # A few samples are so large that the gradient of the weights exceeds the largest float16.
+    data = build_pairs()
+    data.tensors[0][::19] *= 500.0
+    return train_classes(
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4)), optimizer=adamw, precision="fp16",
+        num_epochs=4, data=data, after=note, at_end=check,
+    )  # fmt: skip
