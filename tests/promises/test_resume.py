@@ -2,7 +2,6 @@
 with the same bits.
 """
 
-import json
 import os
 import re
 import shutil
@@ -160,23 +159,3 @@ def test_an_optimizer_without_a_setting_of_torch() -> None:
     saved = {"optimizer": optimizer.state_dict()}
     for _ in range(2):
         Objects({"optimizer": optimizer}).load(saved)
-
-
-def test_a_changed_config(tmp_path: Path) -> None:
-    """It is reported, and recorded with the step from which it applies. Earlier steps keep their config."""
-
-    def train(num_epochs: int, lr: float) -> None:
-        tiny_run(tmp_path / "run", config={"lr": lr}, num_epochs=num_epochs)
-
-    def find_changes() -> list[tuple[int, str]]:
-        changes = json.loads((tmp_path / "run" / "run.json").read_text())["changes"]
-        return [(change["after_step"], change["changed"]) for change in changes]
-
-    samestep.spawn(train, 1, (1, 0.1))
-    assert find_changes() == []
-    samestep.spawn(train, 1, (2, 0.2))
-    samestep.spawn(train, 1, (2, 0.3))
-    assert find_changes() == [(4, "lr 0.1 -> 0.2"), (8, "lr 0.2 -> 0.3")]
-    assert re.search(r"^  4 +lr 0.1 -> 0.2$", ask("inspect", tmp_path / "run"), re.M)
-    samestep.spawn(train, 1, (2, 0.2), env={"SAMESTEP_RESUME": "4"})
-    assert find_changes() == [(4, "lr 0.1 -> 0.2"), (4, "lr 0.3 -> 0.2")]

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from support.tiny import Tiny, update
 from torch import Tensor
 
 import samestep
+from samestep.train.watchdog import kill_sibling
 
 STUCK_AFTER_S = 3  # no rank is named before a third of it
 LIMIT = {"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)}
@@ -104,3 +106,35 @@ def test_a_slow_run_continues(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert said.err == ""
     assert re.search(r"time +.*%", said.out), "the shares of the time, in the table at the end"
     assert not (tmp_path / "ranks.json").exists()
+
+
+# --- what processes that are not ranks can make ranks do to others ----------------------------------------------------
+
+
+def fork(run: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        run()
+        os._exit(0)
+    return pid
+
+
+@pytest.mark.parametrize("is_of_another_user", [False, True])
+def test_a_rank_kills_no_other_process(is_of_another_user: bool) -> None:
+    if is_of_another_user and os.geteuid() != 0:
+        pytest.skip("needs root, to be two users")
+    if is_of_another_user:
+        told, tells = os.pipe()
+        child = fork(lambda: (os.setuid(65534), os.write(tells, b"!"), signal.pause()))
+        os.read(told, 1)
+        os.close(told)
+        os.close(tells)
+        os.waitpid(fork(lambda: kill_sibling(child)), 0)
+    else:
+        child = fork(signal.pause)
+        kill_sibling(child)
+        kill_sibling(os.getppid())
+        kill_sibling(2**22 + 1)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)

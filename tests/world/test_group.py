@@ -1,6 +1,7 @@
 """The group of ranks exchanges objects, whole tensors and errors."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from samestep.world import process_group, transport
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, find_ranks, may_be_death, open_group
 from samestep.world.process_group import choose_device
+from samestep.world.signed import seal, unseal
 
 CPU = torch.device("cpu")
 
@@ -76,6 +78,13 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         return group.each(lambda: "still there", on=[2])[0]
 
     assert on_ranks(3, fn) == ["still there"] * 3
+
+
+def test_ranks_sign_their_messages_with_their_own_key() -> None:
+    first, second = on_ranks(2, lambda group: group._key.hex())
+    assert first == second
+    assert len(first) == 64
+    assert first not in on_ranks(2, lambda group: group._key.hex())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -152,6 +161,25 @@ def test_local_ranks_of_a_process_group_are_counted_per_machine(monkeypatch: pyt
         return [[*each] for each in Group(rank, 3, CPU).gather_bytes(bytes(place))], found.launcher
 
     assert samestep.spawn(fn, 3) == ([[0, 3, 0, 2], [1, 3, 0, 1], [2, 3, 1, 2]], "samestep")
+
+
+# --- keys: what ranks exchange is unpickled only if a rank of the same launch has sent it -----------------------------
+
+
+class Runs:
+    """Executes code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, ("import builtins; builtins.ran_by_pickle = True",)
+
+
+@pytest.mark.parametrize("data", [seal(Runs(), b""), seal(Runs(), b"another key"), pickle.dumps(Runs()), b"x" * 40])
+def test_a_pickle_without_the_key_is_not_read(data: bytes) -> None:
+    with pytest.raises(Error, match="does not have the key of this launch") as caught:
+        unseal(memoryview(data), b"key")
+    assert caught.value.code == "SS513"
+    assert not hasattr(__import__("builtins"), "ran_by_pickle")
+    assert unseal(memoryview(seal((1, 0.1), b"key")), b"key") == (1, 0.1)
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

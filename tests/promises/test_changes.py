@@ -1,24 +1,36 @@
-"""A script whose settings of optimizers and schedules have changed since its run began: noticed, and overridden."""
+"""A script that has changed since its run began: its settings, data, loops and config. Each change is noticed, and
+refused, or made if the script says so.
+"""
 
+import itertools
 import json
 import math
+import os
 import re
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.runs import ask
-from support.tiny import Tiny, update
+from support.runs import ask, read_rows
+from support.tiny import Pairs, Tiny, tiny_run, update
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
+from torch.utils.data import Dataset
 
 import samestep
+from samestep.data.spec import DataSpec
 from samestep.engine.passes import MixedPrecision
 from samestep.train.objects import Objects
+from samestep.train.opening import compare_run, read_samples
 from samestep.train.prepared import SnapshotContents
+
+# --- settings of optimizers and schedules -----------------------------------------------------------------------------
 
 NOTHING: dict[str, Any] = {}
 
@@ -142,3 +154,112 @@ def test_a_plateau_keeps_its_state() -> None:
     open_contents(objects).restore(saved, contents.options.in_force, overrides=True)
     assert (objects["plateau"].best, objects["plateau"].last_epoch) == (1.0, 2)
     assert objects["optimizer"].param_groups[0]["lr"] == 0.25
+
+
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_config(tmp_path: Path) -> None:
+    """It is reported, and recorded with the step from which it applies. Earlier steps keep their config."""
+
+    def train(num_epochs: int, lr: float) -> None:
+        tiny_run(tmp_path / "run", config={"lr": lr}, num_epochs=num_epochs)
+
+    def find_changes() -> list[tuple[int, str]]:
+        changes = json.loads((tmp_path / "run" / "run.json").read_text())["changes"]
+        return [(change["after_step"], change["changed"]) for change in changes]
+
+    samestep.spawn(train, 1, (1, 0.1))
+    assert find_changes() == []
+    samestep.spawn(train, 1, (2, 0.2))
+    samestep.spawn(train, 1, (2, 0.3))
+    assert find_changes() == [(4, "lr 0.1 -> 0.2"), (8, "lr 0.2 -> 0.3")]
+    assert re.search(r"^  4 +lr 0.1 -> 0.2$", ask("inspect", tmp_path / "run"), re.M)
+    samestep.spawn(train, 1, (2, 0.2), env={"SAMESTEP_RESUME": "4"})
+    assert find_changes() == [(4, "lr 0.1 -> 0.2"), (4, "lr 0.3 -> 0.2")]
+
+
+# --- loops (the simulated runs kill and stop them: phases.py) ---------------------------------------------------------
+
+
+def train_two_loops(run_dir: Path, num_epochs: int = 2, length: int = 22, dies_at: int = -1) -> int:
+    """Train in two loops on other data. Return the number of steps done."""
+
+    def then(t: Tiny) -> None:
+        update(t)
+        if t.step.number == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    tiny = Tiny(run_dir, snapshot_every=2, keep_last=99, log_every="2epochs")
+    tiny.train(num_epochs, data=Pairs(30), then=then)
+    return int(tiny.train(3, data=Pairs(length), then=then).run.steps_done)
+
+
+def test_a_loop_that_has_changed(tmp_path: Path) -> None:
+    """The length of a completed loop cannot change, and neither can the data of the current loop."""
+    run_dir = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        samestep.spawn(train_two_loops, 1, (run_dir, 2, 22, 13))
+    with pytest.raises(samestep.Error, match=r"loop 2 of the run .* was a different one \(data_length 22 there, 24"):
+        samestep.spawn(train_two_loops, 1, (run_dir, 2, 24))
+    assert samestep.spawn(train_two_loops, 1, (run_dir, 3, 22)) == 17
+    assert samestep.spawn(train_two_loops, 1, (run_dir, 3, 24), env={"SAMESTEP_RESUME": "8"}) == 21
+    assert "audit passed" in ask("inspect", run_dir, "--samples")
+    assert [row["step"] for row in read_rows(run_dir)] == [8, 15, 21], "after every second epoch"
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+class Samples(Dataset[Any]):
+    """Data sets: some are the same in every start, and others cannot be compared."""
+
+    def __init__(self, kind: str, start: int) -> None:
+        self.kind, self.start, self.count, self.reads = kind, start, itertools.count(), list[int]()
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
+        x = torch.full((2,), float(index))
+        values = {
+            "other numbers": x + self.start,
+            "other numbers in an array": np.ones(3) * self.start,
+            "another middle": x + (self.start if index == 2 else 0),
+            "augmented": x + torch.randn(2) + float(np.random.rand()),
+            "a path": {"x": x, "path": f"/tmp/job-{self.start}/{index}"},
+            "a count": x + next(self.count) + 100 * self.start,
+            "the time": (x, time.time()),
+            "bfloat16": (x + self.start).bfloat16(),
+            "another dtype": torch.full((2,), index, dtype=torch.int32 if self.start else torch.int64),
+            "an object": object(),
+        }
+        if self.kind == "unreadable":
+            raise KeyError(index)
+        return values[self.kind]
+
+
+CHANGED = {"other numbers": 0, "other numbers in an array": 0, "another middle": 2, "bfloat16": 0, "another dtype": 0}
+SAME = ["augmented", "a path", "a count", "the time", "an object", "unreadable"]
+
+
+@pytest.mark.parametrize("kind", [*CHANGED, *SAME])
+def test_what_counts_as_other_data(kind: str) -> None:
+    machine = {"torch": "1"}
+
+    def compare(start: int, record: dict[str, Any], machine: Any = machine, *, overrides: bool = False) -> list[str]:
+        spec = DataSpec(Samples(kind, start), collate_fn=lambda samples: samples)
+        hashes = read_samples(spec, 3)
+        assert spec.dataset.reads == [0, 0, 2, 2, 4, 4]
+        return compare_run(hashes, spec, record, machine, overrides=overrides)
+
+    hashes = compare(0, {})
+    record = {"machine": machine, "samples": hashes}
+    assert compare(0, record) == hashes
+    if kind in CHANGED:
+        with pytest.raises(samestep.Error, match=rf"\(sample {CHANGED[kind]} differs\)"):
+            compare(1, record)
+        assert compare(1, record, overrides=True) == compare(1, record, {"torch": "2"}) != hashes
+    else:
+        assert compare(1, record) == hashes
