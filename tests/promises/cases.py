@@ -20,7 +20,7 @@ from promises.loops import (
     trace_run,
     train_classes,
 )
-from support.states import build_state
+from support.snapshots import build_state
 from support.tiny import update
 from support.trace import Trace
 from torch import Tensor, nn

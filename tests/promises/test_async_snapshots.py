@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.runs import run_command
-from support.snapshots import read_snapshot
-from support.states import build_state
-from support.tiny import Tiny, update
+from support.snapshots import build_state, list_steps, read_snapshot
+from support.tiny import Hook, Tiny, nothing, update
 from support.waiting import DEADLINE_S
 from torch import Tensor, nn
 
@@ -42,42 +41,49 @@ class Model(nn.Module):
         return x @ self.weight + self.bias
 
 
-def train(run_dir: Path, changes: str) -> dict[int, str]:
+def build(run_dir: Path, **arguments: Any) -> Tiny:
+    optimizer = lambda params: torch.optim.AdamW(params, 1e-3)  # noqa: E731
+    return Tiny(run_dir, model=Model, optimizer=optimizer, batch_size=4, keep_last=99, **arguments)
+
+
+def train(run_dir: Path, before: Hook, then: Hook) -> dict[int, str]:
     """Saves after every step. Returns the digests of the script's state, by the steps done."""
     digests = {}
 
-    def before(t: Tiny) -> None:
-        if changes == "only later" and t.step.number == 4:
-            t.model.weight.data.mul_(0.99)
-        if changes == "replaced" and t.step.number == 4:
-            t.model.weight.data = t.model.weight.data * 0.99
-
-    def then(t: Tiny) -> None:
-        update(t)
-        if changes == "after the update":
-            t.model.weight.data.clamp_(-0.01, 0.01)
+    def note(t: Tiny) -> None:
+        then(t)
         done = t.step.number + 1
         digests[done] = digest(build_state(t.run, {"step": done, "epoch": done // 4}))
 
-    optimizer = lambda params: torch.optim.AdamW(params, 1e-3)  # noqa: E731
-    tiny = Tiny(run_dir, model=Model, optimizer=optimizer, batch_size=4, snapshot_every=1, keep_last=99)
-    tiny.train(data=torch.randn(16, WIDTH), num_steps=NUM_STEPS, before=before, then=then)
+    tiny = build(run_dir, snapshot_every=1)
+    tiny.train(data=torch.randn(16, WIDTH), num_steps=NUM_STEPS, before=before, then=note)
     return digests
 
 
-@pytest.mark.parametrize("changes", ["nothing", "only later", "replaced", "after the update"])
-def test_it_holds_what_the_step_left(tmp_path: Path, changes: str, capfd: pytest.CaptureFixture[str]) -> None:
-    digests = samestep.spawn(train, 1, (tmp_path, changes))
+def replace(t: Tiny) -> None:
+    if t.step.number == 4:
+        t.model.weight.data = t.model.weight.data * 0.99
+
+
+# What the script changes, before and after a step, and the steps whose snapshots are taken later.
+CHANGES: dict[str, tuple[Hook, Hook, set[int]]] = {
+    "nothing": (nothing, update, set()),
+    "only later": (lambda t: t.step.number == 4 and t.model.weight.data.mul_(0.99), update, {4}),
+    "replaced": (replace, update, set()),
+    "after the update": (nothing, lambda t: [update(t), t.model.weight.data.clamp_(-0.01, 0.01)], set()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_holds_what_the_step_left(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    before, then, missing = CHANGES[name]
+    digests = samestep.spawn(train, 1, (tmp_path, before, then))
     store = Store(tmp_path)
-    found = {snapshot.step: snapshot.manifest["digest"] for snapshot in store.snapshots()}
-    missing = {4} if changes == "only later" else set()
+    found = {snapshot.step: digest(read_snapshot(store, snapshot)) for snapshot in store.snapshots()}
     assert found == {step: digest for step, digest in digests.items() if step not in missing}
+    assert found == {snapshot.step: snapshot.manifest["digest"] for snapshot in store.snapshots()}
     assert len(set(found.values())) == len(found)
     assert ("the snapshot of step 4 is taken one step later" in capfd.readouterr().out) == bool(missing)
-    for step in found:
-        snapshot = store.find(step)
-        assert snapshot is not None
-        assert digest(read_snapshot(store, snapshot)) == found[step]
 
 
 def reset_and_take_over(run_dir: Path) -> list[int]:
@@ -95,11 +101,9 @@ def reset_and_take_over(run_dir: Path) -> list[int]:
         if t.step.number == 4 and t.run.rank == 0:  # as if it took over from a rank that died now
             t.run._services.snapshotter.take_over()
 
-    optimizer = lambda params: torch.optim.AdamW(params, 1e-3)  # noqa: E731
-    every = {"snapshot_every": 4, "compare_every": 4}
-    tiny = Tiny(run_dir, model=Model, optimizer=optimizer, batch_size=4, keep_last=99, **every)
+    tiny = build(run_dir, snapshot_every=4, compare_every=4)
     tiny.train(data=torch.randn(16, WIDTH), num_steps=6, before=before, then=then)
-    return [snapshot.step for snapshot in Store(run_dir).snapshots()]
+    return list_steps(run_dir)
 
 
 def test_ranks_agree_whether_it_is_taken_later(tmp_path: Path) -> None:
@@ -139,13 +143,13 @@ def test_an_exception_makes_no_snapshot_that_is_not_finite(tmp_path: Path, how: 
 # --- failures in the background ---------------------------------------------------------------------------------------
 
 
-def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) -> list[int | None]:
-    """Returns the step of the newest snapshot, as this rank knows it, before each step."""
-    tiny = Tiny(run_dir, batch_size=4, **arguments)
+def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) -> Any:
+    """Returns of each rank the step of the newest snapshot that it knows before each step."""
+    tiny = Tiny(run_dir, batch_size=4, keep_last=9, **arguments)
     patch(tiny.run)
     saved: list[int | None] = []
     tiny.train(num_steps=NUM_STEPS, before=lambda t: saved.append(t.run._services.snapshotter.saved_step))
-    return saved
+    return tiny.run._context.group.gather(saved)
 
 
 # --- by the clock -----------------------------------------------------------------------------------------------------
@@ -158,18 +162,10 @@ def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
         # A step takes 10 s on rank 0, and no time on rank 1.
         snapshotter.time = SimpleNamespace(monotonic=lambda: 10.0 * run.steps_done * (run.rank == 0))  # type: ignore[attr-defined]
 
-    def train_and_gather(run_dir: Path) -> list[list[int | None]]:
-        import torch.distributed as dist
-
-        saved = train_with(run_dir, patch, snapshot_every="25s", keep_last=9)
-        gathered: list[list[int | None]] = [[], []]
-        dist.all_gather_object(gathered, saved)
-        return gathered
-
-    ours, theirs = samestep.spawn(train_and_gather, 2, (tmp_path,))
+    ours, theirs = samestep.spawn(train_with, 2, (tmp_path, patch), {"snapshot_every": "25s"})
     # Voted on within a step: after 30 s, in the fourth.
     assert ours == theirs == [None, None, None, None, 4, 4, 4, 4]
-    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [4, 8]
+    assert list_steps(tmp_path) == [4, 8]
 
 
 def test_steps_go_on_while_it_is_written(tmp_path: Path) -> None:
@@ -193,7 +189,7 @@ def test_steps_go_on_while_it_is_written(tmp_path: Path) -> None:
         return is_there
 
     assert samestep.spawn(train, 1) == [False]
-    assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [3, 6]
+    assert list_steps(tmp_path / "run") == [3, 6]
 
 
 def test_without_memory_for_a_copy_the_step_waits(tmp_path: Path) -> None:
@@ -203,11 +199,9 @@ def test_without_memory_for_a_copy_the_step_waits(tmp_path: Path) -> None:
 
         run._services.snapshotter._staging.take = fail
 
-    samestep.spawn(train_with, 2, (tmp_path / "without", patch), {"snapshot_every": 2, "keep_last": 9})
-    samestep.spawn(train_with, 2, (tmp_path / "with", lambda run: None), {"snapshot_every": 2, "keep_last": 9})
-    ours, theirs = (
-        [(each.step, each.manifest["digest"]) for each in Store(tmp_path / name).snapshots()]
-        for name in ("without", "with")
-    )
-    assert ours == theirs
-    assert [step for step, _ in ours] == [2, 4, 6, 8]
+    digests = []
+    for name, change in (("without", patch), ("with", lambda run: None)):
+        samestep.spawn(train_with, 2, (tmp_path / name, change), {"snapshot_every": 2})
+        digests.append([snapshot.manifest["digest"] for snapshot in Store(tmp_path / name).snapshots()])
+        assert list_steps(tmp_path / name) == [2, 4, 6, 8]
+    assert digests[0] == digests[1]

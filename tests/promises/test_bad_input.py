@@ -8,22 +8,20 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from promises.trial import Trial, read_tree
+from promises.trial import Started, Trial, read_tree
 from promises.wrong import MISTAKES, learn_well, train
-from support.commands import Popen
 from support.disks import Disk
 from support.ports import reserve_port
-from support.runs import ask, check, clean_variables, run_command, samestep_command
+from support.runs import ask, check, run_command, samestep_command
 from support.tiny import Tiny, tiny_run, update
-from support.waiting import DEADLINE_S
 
 import samestep
+from samestep.watch.records import read_status
 
 SCRIPT = Path(__file__).with_name("wrong.py")
 ON_LO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -44,10 +42,6 @@ def assert_refused(done: Done, *expected: str) -> None:
 def launch(name: str, run_dir: Path, num_ranks: int, *flags: str) -> Done:
     command = ["launch", "--nproc-per-node", str(num_ranks), *flags, SCRIPT, run_dir, name]
     return samestep_command(*command, cwd=run_dir.parent, env=ON_LO)
-
-
-def python(name: str, run_dir: Path, **variables: str) -> Done:
-    return run_command(sys.executable, SCRIPT, run_dir, name, cwd=run_dir.parent, env=ON_LO | variables)
 
 
 # --- options, words and variables -------------------------------------------------------------------------------------
@@ -86,7 +80,7 @@ def test_words(tmp_path: Path, words: list[str], said: str) -> None:
     ({"SAMESTEP_FRESH": "nein"}, "SAMESTEP_FRESH must be 1 or 0, not 'nein'"),
 ])  # fmt: skip
 def test_variables(tmp_path: Path, variables: dict[str, str], said: str) -> None:
-    assert_refused(python("nothing", tmp_path / "x", **variables), said)
+    assert_refused(run_command(sys.executable, SCRIPT, "x", "nothing", cwd=tmp_path, env=ON_LO | variables), said)
     assert read_tree(tmp_path) == {}
 
 
@@ -118,40 +112,27 @@ def test_another_run(tmp_path: Path) -> None:
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
-def start_by_hand(name: str, run_dir: Path, scripts: Sequence[Path] = (SCRIPT, SCRIPT)) -> list[Done]:
-    """Starts each rank as a program, as mpirun and srun do, without a launcher that filters the output."""
-    with reserve_port() as port:
-        places = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        variables = {**ON_LO, **places, "PYTHONHASHSEED": "0"}
-        ranks = [
-            Popen(
-                [sys.executable, script, run_dir, name],
-                env=clean_variables(variables | {"RANK": str(rank)}),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, script in enumerate(scripts)
-        ]
-        said = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
-    return [Done(rank.args, rank.returncode, *words) for rank, words in zip(ranks, said, strict=True)]
-
-
 def test_once_without_a_launcher(tmp_path: Path) -> None:
-    """One rank prints the error. The other ranks print at most that they have lost a rank."""
+    """Each rank is a program, as mpirun and srun start them, and no launcher filters the output. One rank prints the
+    error. The other ranks print at most that they have lost a rank.
+    """
     name = "a data set that fails"
-    ranks = start_by_hand(name, tmp_path / "x")
-    words = "".join(done.stderr for done in ranks)
+    with reserve_port() as port:
+        places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONHASHSEED": "0"}
+        ranks = [
+            Started([sys.executable, SCRIPT, "x", name], tmp_path / rank, {**ON_LO, **places, "RANK": rank})
+            for rank in ("0", "1")
+        ]
+        codes = [rank.finish() for rank in ranks]
+    printed = [rank.err.read_text() for rank in ranks]
+    words = "".join(printed)
     assert words.count("samestep: error: ") == 1, words
     assert "Traceback" not in words
     assert re.search(MISTAKES[name].sentence, words), words
-    for rank, done in enumerate(ranks):
-        if done.returncode == 1:
-            assert re.fullmatch(rf"samestep: rank {rank} has lost another rank \(.*\)\n", done.stderr), done.stderr
-        else:
-            assert done.returncode == 2
-            assert done.stderr == "" or re.fullmatch(r"samestep: error: [^\n]+\n", done.stderr)
+    for rank, (code, said) in enumerate(zip(codes, printed, strict=True)):
+        assert code in (1, 2)
+        lost = rf"samestep: rank {rank} has lost another rank \(.*\)\n"
+        assert re.fullmatch(lost if code == 1 else r"(samestep: error: [^\n]+\n)?", said), said
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
@@ -182,7 +163,7 @@ def test_full_disk_at_the_end(disk: Disk, tmp_path: Path) -> None:
     with pytest.raises(samestep.Error, match=words):
         samestep.spawn(train, 2)
     assert len(list(tmp_path.glob("after-*"))) == 2
-    assert json.loads((disk.path / "x" / "status.json").read_text())["status"] in ("failed", "running")
+    assert read_status(disk.path / "x")["status"] in ("failed", "running")
     (disk.path / "filler").unlink()
     assert samestep.spawn(learn_well, 1, (disk.path / "x",)) == 8
 
@@ -208,7 +189,7 @@ def test_full_disk_without_snapshots(disk: Disk, capfd: pytest.CaptureFixture[st
     for name in ("metrics.jsonl", "ledger.bin"):
         said = f"{run_dir / name} cannot be written (No space left on device): its new entries are kept in memory"
         assert printed.count(said) == 1
-    status = json.loads((run_dir / "status.json").read_text())
+    status = read_status(run_dir)
     assert (status["status"], status["steps"]) == ("done", 8)
     done = samestep_command("inspect", run_dir, "--samples", cwd=disk.path)
     lost = f"{run_dir} could not be written (No space left on device): the end of metrics.jsonl or ledger.bin is lost"

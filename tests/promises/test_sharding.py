@@ -19,6 +19,7 @@ from promises.loops import Result, build_pairs, build_run
 from promises.test_same_bits import run_alone
 from promises.trial import Trial, Undisturbed, fail
 from support.runs import digest
+from support.snapshots import list_steps
 from support.tiny import Tiny, learn, tiny_run, update
 from support.trace import Trace, assert_same
 from torch import Tensor, nn
@@ -365,7 +366,7 @@ def test_the_disk_of_one_rank_is_full(
     with nullcontext() if step < 8 else pytest.raises(samestep.Error, match=r"could not be written .* fix this"):
         samestep.spawn(train_on_full_disk, 3, (tmp_path, 2, step), env=DIVIDED)
     assert f"the snapshot of step {step} could not be written ({why})" in capfd.readouterr().out
-    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == saved
+    assert list_steps(tmp_path) == saved
     assert sorted(os.listdir(tmp_path / "snapshots")) == [f"step-{each:08d}" for each in saved]
 
 
@@ -381,7 +382,7 @@ def test_a_rank_whose_shard_is_not_finite(tmp_path: Path) -> None:
     given = {"num_steps": 8, "snapshot_every": 2, "model": lambda: torch.nn.Linear(4, 4), "then": spoil_one_rank}
     with pytest.raises(samestep.InvalidValue, match=r"model.weight is not finite after step 4"):
         samestep.spawn(tiny_run, 2, (tmp_path,), given, env=SHARDED)
-    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2]
+    assert list_steps(tmp_path) == [2]
 
 
 def get_weights() -> Tensor:

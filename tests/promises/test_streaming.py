@@ -123,27 +123,19 @@ def train(
         t.step.backward(t.model(x[:, None]).square().mean())
         used.extend(read_x(batch) if t.step.number < 4 else [])
 
-    tiny = build(run_dir, snapshot_every=5, max_steps=max_steps)
-    is_stream = not hasattr(data, "__getitems__")
-    length = {"num_steps": NUM_STEPS} if is_stream else {"num_epochs": NUM_EPOCHS}
-    tiny.train(data=data, body=body, then=kill_at(dies_at, dying_rank), num_workers=num_workers, **length, **feed)
-    return used
-
-
-def build(run_dir: Path | None, num_inputs: int = 1, **arguments: Any) -> Tiny:
-    optimizer = lambda params: torch.optim.SGD(params, lr=1e-4)  # noqa: E731
-    return Tiny(run_dir, model=lambda: nn.Linear(num_inputs, 1), optimizer=optimizer, batch_size=12, **arguments)
-
-
-def kill_at(step: int, rank: int = 0) -> Callable[[Tiny], None]:
-    """An update, and after that of `step` a rank kills itself."""
-
     def then(t: Tiny) -> None:
         update(t)
-        if t.step.number == step and t.run.rank == rank:
+        if (t.step.number, t.run.rank) == (dies_at, dying_rank):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return then
+    tiny = Tiny(
+        run_dir, model=lambda: nn.Linear(1, 1), optimizer=lambda params: torch.optim.SGD(params, lr=1e-4),
+        batch_size=12, snapshot_every=5, max_steps=max_steps,
+    )  # fmt: skip
+    is_stream = not hasattr(data, "__getitems__")
+    length = {"num_steps": NUM_STEPS} if is_stream else {"num_epochs": NUM_EPOCHS}
+    tiny.train(data=data, body=body, then=then, num_workers=num_workers, **length, **feed)
+    return used
 
 
 def load(kind: str, root: Path) -> Any:
@@ -225,11 +217,7 @@ def test_a_stream_with_other_samples(first: Stream, then: Stream, message: str, 
 )
 def test_what_a_stream_must_be(data: Any, feed: dict[str, Any], message: str) -> None:
     with pytest.raises(samestep.Error, match=message):
-        samestep.spawn(train_fed, 1, (data, feed))
-
-
-def train_fed(data: Any, feed: dict[str, Any]) -> None:
-    train(None, data, **feed)
+        samestep.spawn(train, 1, (None, data), feed)
 
 
 def test_other_shards_than_those_of_the_run(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.runs import digest
+from support.snapshots import list_steps
 from support.tiny import Pairs, Stream, Tiny, learn, tiny_run, update
 from torch import Tensor, nn
 
 import samestep
-from samestep.snapshot.store import Store
 
 HOST = re.escape(socket.gethostname())
 
@@ -78,7 +78,7 @@ def test_a_wrong_rank_is_named_before_the_step_is_applied(
 ) -> None:
     with pytest.raises(samestep.Error, match=words):
         samestep.spawn(train, num_ranks, (tmp_path, rank, what, 7), {"check_compute_every": 3, "snapshot_every": 6})
-    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [6]
+    assert list_steps(tmp_path) == [6]
 
 
 def test_the_check_changes_no_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -171,6 +171,6 @@ def test_it_is_found_before_the_next_snapshot(tmp_path: Path) -> None:
         samestep.Error, match=r"after step 10, .*: model.2.weight differs, and all were equal after step 5"
     ):
         samestep.spawn(train_replicas, 2, (run_dir, 1, 7, "weight"))
-    assert [snapshot.step for snapshot in Store(run_dir).snapshots()] == [5]
+    assert list_steps(run_dir) == [5]
     samestep.spawn(train_replicas, 3, (run_dir,))
-    assert [snapshot.step for snapshot in Store(run_dir).snapshots()][-1] == 20
+    assert list_steps(run_dir)[-1] == 20

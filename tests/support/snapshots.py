@@ -1,9 +1,10 @@
-"""Snapshots of any state, written and read without a run."""
+"""The states of runs, and snapshots of any state, written and read without a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import samestep
 from samestep.decoding import Object
 from samestep.snapshot.manifest import Snapshot
 from samestep.snapshot.serialization import encode
@@ -24,3 +25,16 @@ def read_snapshot(store: Store, snapshot: Snapshot, kind: Any = Object) -> dict[
     saved = store.open(snapshot, kind)
     state: dict[str, Any] = saved.fill(saved.contents)
     return state
+
+
+def list_steps(run_dir: Path) -> list[int]:
+    """Return the steps of a run's snapshots, oldest first."""
+    return [snapshot.step for snapshot in Store(run_dir).snapshots()]
+
+
+def build_state(run: samestep.Run, position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state for a snapshot at `position`. With `shard`, call it on all ranks: only rank 0 gets the whole."""
+    assert run._prepared is not None
+    return run._prepared.contents.build(
+        {**position, **run._state.list_ends()}, run.state, run._prepared.collect_states()
+    )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.snapshot.serialization import digest
-from support.states import build_state
+from support.snapshots import build_state
 
 
 class Trace:
