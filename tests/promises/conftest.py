@@ -1,12 +1,12 @@
 """What the tests of crashes and stops share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from promises.faulty import train
-from promises.trial import Outcome, Trial, read_outcome
-from support.disks import Disk, open_disk
+from promises.trial import Outcome, Trial, Undisturbed, read_outcome
+from support.disks import open_disk
 
 import samestep
 
@@ -20,13 +20,13 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     with open_disk(tmp_path / "disk") as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The outcome of a run without faults, by the arguments of `faulty.train`."""
     known: dict[str, Outcome] = {}
 

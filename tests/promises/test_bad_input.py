@@ -15,7 +15,6 @@ import psutil
 import pytest
 from promises.trial import Started, Trial, read_tree
 from promises.wrong import MISTAKES, learn_well, train
-from support.disks import Disk
 from support.ports import reserve_port
 from support.runs import ask, check, run_command, samestep_command
 from support.tiny import Tiny, tiny_run, update
@@ -145,7 +144,7 @@ def fill(path: Path) -> None:
             file.write(b"x" * 1024)
 
 
-def test_full_disk_at_the_end(disk: Disk, tmp_path: Path) -> None:
+def test_full_disk_at_the_end(disk: Path, tmp_path: Path) -> None:
     """Training is lost, so the run fails, whatever the script does after the loop."""
 
     def then(t: Tiny) -> None:
@@ -153,25 +152,25 @@ def test_full_disk_at_the_end(disk: Disk, tmp_path: Path) -> None:
         if t.step.number == 2:
             t.run._services.snapshotter.wait_until_written()
             if t.run.rank == 0:
-                fill(disk.path / "filler")
+                fill(disk / "filler")
 
     def train() -> None:
-        tiny = Tiny(disk.path / "x", snapshot_every=2).train(then=then)
+        tiny = Tiny(disk / "x", snapshot_every=2).train(then=then)
         (tmp_path / f"after-{tiny.run.rank}").touch()
 
     words = r"the snapshot of step \d could not be written \(.*No space left.*\); fix th"
     with pytest.raises(samestep.Error, match=words):
         samestep.spawn(train, 2)
     assert len(list(tmp_path.glob("after-*"))) == 2
-    assert read_status(disk.path / "x")["status"] in ("failed", "running")
-    (disk.path / "filler").unlink()
-    assert samestep.spawn(learn_well, 1, (disk.path / "x",)) == 8
+    assert read_status(disk / "x")["status"] in ("failed", "running")
+    (disk / "filler").unlink()
+    assert samestep.spawn(learn_well, 1, (disk / "x",)) == 8
 
 
-def test_full_disk_without_snapshots(disk: Disk, capfd: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_without_snapshots(disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Lost rows and records are reported when they are lost, and by `samestep inspect`. (The simulated runs fill a disk
     for a while.)"""
-    run_dir, filler = disk.path / "x", disk.path / "filler"
+    run_dir, filler = disk / "x", disk / "filler"
 
     def then(t: Tiny) -> None:
         update(t)
@@ -191,7 +190,7 @@ def test_full_disk_without_snapshots(disk: Disk, capfd: pytest.CaptureFixture[st
         assert printed.count(said) == 1
     status = read_status(run_dir)
     assert (status["status"], status["steps"]) == ("done", 8)
-    done = samestep_command("inspect", run_dir, "--samples", cwd=disk.path)
+    done = samestep_command("inspect", run_dir, "--samples", cwd=disk)
     lost = f"{run_dir} could not be written (No space left on device): the end of metrics.jsonl or ledger.bin is lost"
     assert printed.count("could not be written") == printed.count(f"samestep: {lost}\n") == 1
     check(done, 1)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from promises.faulty import train
 from promises.trial import KILLED, Outcome, Undisturbed, enter_node, fail, read_outcome, read_restarts, read_tree
-from support.disks import Disk
 from support.selection import one_in
 from support.snapshots import read_snapshot
 from support.tiny import Tiny, tiny_run, update
@@ -222,10 +221,10 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
 
 @pytest.mark.parametrize("node", one_in(2, [1, 0]))
 def test_a_disk_is_full_for_a_while(
-    disk: Disk, cluster: Cluster, node: int, capfd: pytest.CaptureFixture[str]
+    disk: Path, cluster: Cluster, node: int, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     """The run continues, rows are written later, and the snapshots of the other node are complete."""
-    disks = [cluster.disk(0), disk.path] if node else [disk.path, cluster.disk(0)]
+    disks = [cluster.disk(0), disk] if node else [disk, cluster.disk(0)]
     samestep.spawn(train_while_it_is_full, 2, (disks, node))
     out = "".join(capfd.readouterr())
     said = re.findall(r"samestep: .*the snapshot of step (\d) could not be written \(.*No space left", out)

@@ -23,7 +23,7 @@ from sim.disk import Disk
 from sim.network import Distributed, LocalSockets, connect
 from sim.planted import SOURCE, Planted
 from sim.scheduler import Process
-from sim.standard_library import EPOCH_S, Facade, build_modules
+from sim.standard_library import EPOCH_S, Facade, build_modules, do_nothing
 
 if TYPE_CHECKING:
     from sim.machine import Machine
@@ -90,7 +90,7 @@ class Instance:
         Its objects are freed meanwhile. Their finalizers may raise: they still belong to a process that is dead.
         """
         report = sys.unraisablehook
-        sys.unraisablehook = _ignore
+        sys.unraisablehook = do_nothing
         try:
             self._reset()
         finally:
@@ -258,10 +258,6 @@ def _installed(modules: Mapping[str, ModuleType]) -> Iterator[None]:
         for name in modules:
             sys.modules.pop(name, None)
         sys.modules.update(before)
-
-
-def _ignore(_: Any) -> None:
-    pass
 
 
 def _refuse_program(*_: Any, **__: Any) -> Any:

@@ -20,12 +20,15 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from sim.disk import Disk, build_open
-from sim.network import Distributed
-from sim.scheduler import Exited, Killed, Process, Task
+from sim.disk import build_open
+from sim.scheduler import Exited, Killed, Task
+
+if TYPE_CHECKING:
+    from sim.instances import Instance
 
 EPOCH_S = 1_700_000_000.0
 LAUNCHER_PID = 99_999
@@ -43,18 +46,7 @@ class Facade(ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
-class Owner(Protocol):
-    """What the modules belong to: see `Instance`."""
-
-    process: Process
-    disk: Disk
-    distributed: Distributed
-
-    def import_name(self, name: str, package: str | None = None) -> Any: ...
-    def import_module(self, *arguments: Any) -> Any: ...
-
-
-def build_modules(own: Owner) -> dict[str, Any]:
+def build_modules(own: "Instance") -> dict[str, Any]:
     """Build the modules of one process at a time: name -> module."""
     return {
         "time": _build_time(own),
@@ -65,8 +57,11 @@ def build_modules(own: Owner) -> dict[str, Any]:
         "queue": _build_queue(own),
         "signal": _build_signal(own),
         "atexit": _build_atexit(own),
-        "faulthandler": Facade(faulthandler, enable=_do_nothing),
-        "socket": _build_socket(),
+        "faulthandler": Facade(faulthandler, enable=do_nothing),
+        "socket": Facade(
+            socket,
+            create_server=lambda *_, **__: SimpleNamespace(getsockname=lambda: ("127.0.0.1", 0), detach=lambda: -1),
+        ),
         "secrets": Facade(
             secrets,
             token_bytes=lambda n=32: own.process.random.randbytes(n),
@@ -74,64 +69,41 @@ def build_modules(own: Owner) -> dict[str, Any]:
         ),
         "uuid": Facade(uuid, uuid4=lambda: uuid.UUID(bytes=own.process.random.randbytes(16), version=4)),
         "importlib": Facade(importlib, import_module=own.import_name),
-        "concurrent.futures": Facade(futures, ThreadPoolExecutor=_Pool),
+        "concurrent.futures": Facade(
+            futures, ThreadPoolExecutor=lambda _: nullcontext(SimpleNamespace(map=map))
+        ),
         "torch.distributed": own.distributed,
     }
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
-    pass
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, in the place of a call without a meaning in a simulation."""
 
 
-class _Pool:
-    """ThreadPoolExecutor without threads."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> "_Pool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def map(self, fn: Callable[..., Any], *values: Any) -> Any:
-        return map(fn, *values)
-
-
-def _build_time(own: Owner) -> Facade:
+def _build_time(own: "Instance") -> Facade:
     def read_monotonic() -> float:
         return own.process.scheduler.now_s
 
-    def read_wall() -> float:
-        return EPOCH_S + own.process.scheduler.now_s
-
     def read_wall_ns() -> int:
         own.process.scheduler.now_s += 1e-6  # no two are equal
-        return int(read_wall() * 1e9)
+        return int((EPOCH_S + read_monotonic()) * 1e9)
 
-    def sleep(seconds: float) -> None:
-        own.process.wait(bool, seconds, "sleep")
-
-    def gmtime(seconds: float | None = None) -> Any:
-        return time.gmtime(read_wall() if seconds is None else seconds)
-
-    def strftime(form: str, at: Any = None) -> str:
-        return time.strftime(form, gmtime() if at is None else at)
+    def gmtime() -> Any:
+        return time.gmtime(EPOCH_S + read_monotonic())
 
     return Facade(
         time,
         monotonic=read_monotonic,
         perf_counter=read_monotonic,
-        time=read_wall,
+        time=lambda: EPOCH_S + read_monotonic(),
         time_ns=read_wall_ns,
-        sleep=sleep,
+        sleep=lambda seconds: own.process.wait(bool, seconds, "sleep"),
         gmtime=gmtime,
-        strftime=strftime,
+        strftime=lambda form, at=None: time.strftime(form, at or gmtime()),
     )
 
 
-def _build_os(own: Owner) -> Facade:
+def _build_os(own: "Instance") -> Facade:
     def leave(code: int) -> None:
         own.process.end(code)
         raise Exited(code)
@@ -198,14 +170,14 @@ def _build_os(own: Owner) -> Facade:
         ftruncate=truncate,
         kill=kill,
         killpg=kill,
-        setpriority=_do_nothing,
-        register_at_fork=_do_nothing,
-        dup2=_do_nothing,
-        chdir=_do_nothing,
+        setpriority=do_nothing,
+        register_at_fork=do_nothing,
+        dup2=do_nothing,
+        chdir=do_nothing,
     )
 
 
-def _build_sys(own: Owner) -> Facade:
+def _build_sys(own: "Instance") -> Facade:
     class Output(io.StringIO):
         def write(self, text: str) -> int:
             if text.strip():
@@ -224,7 +196,7 @@ def _build_sys(own: Owner) -> Facade:
     )
 
 
-def _build_builtins(own: Owner) -> Facade:
+def _build_builtins(own: "Instance") -> Facade:
     def show(*words: Any, sep: str | None = " ", end: str | None = "\n", **_: Any) -> None:
         if text := (" " if sep is None else sep).join(map(str, words)).rstrip("\n"):
             own.process.output.append(text)
@@ -235,7 +207,7 @@ def _build_builtins(own: Owner) -> Facade:
     return facade
 
 
-def _build_atexit(own: Owner) -> Facade:
+def _build_atexit(own: "Instance") -> Facade:
     def register(fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         own.process.exit_functions.append((fn, args))
         return fn
@@ -254,7 +226,7 @@ def _build_atexit(own: Owner) -> Facade:
     return Facade(atexit, register=register, unregister=unregister, _run_exitfuncs=run_all)
 
 
-def _build_signal(own: Owner) -> Facade:
+def _build_signal(own: "Instance") -> Facade:
     def get(signum: int) -> Any:
         default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
         return own.process.handlers.get(signum, default)
@@ -265,84 +237,56 @@ def _build_signal(own: Owner) -> Facade:
         own.process.handlers[signum] = handler
         return before
 
-    return Facade(signal, signal=install, getsignal=get, alarm=_do_nothing, pthread_sigmask=lambda *_: set())
+    return Facade(signal, signal=install, getsignal=get, alarm=do_nothing, pthread_sigmask=lambda *_: set())
 
 
-def _build_socket() -> Facade:
-    class Listener:
-        def getsockname(self) -> tuple[str, int]:
-            return "127.0.0.1", 0
+def _build_threading(own: "Instance") -> Facade:
+    class Lock:
+        """Tasks change places only at points, so it needs none of its own."""
 
-        def detach(self) -> int:
-            return -1
+        def __init__(self) -> None:
+            self._is_held = False
 
-    return Facade(socket, create_server=lambda *_, **__: Listener())
+        def acquire(self) -> bool:
+            if self._is_held:
+                own.process.wait(lambda: not self._is_held, None, "lock")
+            self._is_held = True
+            return True
 
+        def release(self) -> None:
+            self._is_held = False
 
-def _bind(kind: type, own: Owner) -> Any:
-    """Return the class of these objects in the process that `own` has."""
-    return type(kind.__name__, (kind,), {"_own": own})
+        def __enter__(self) -> bool:
+            return self.acquire()
 
-
-class Lock:
-    """As threading.Lock. Tasks change places only at points, so it needs none of its own."""
-
-    _own: Owner
-
-    def __init__(self) -> None:
-        self._is_held = False
-
-    def acquire(self) -> bool:
-        process = self._own.process
-        if self._is_held:
-            process.wait(lambda: not self._is_held, None, "lock")
-        self._is_held = True
-        return True
-
-    def release(self) -> None:
-        self._is_held = False
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class Event:
-    """As threading.Event."""
-
-    _own: Owner
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-        self._own.process.point("event.set")
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return self._own.process.wait(self.is_set, timeout, "event.wait")
-
-
-class Condition(Lock):
-    """As threading.Condition."""
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        if not predicate():
+        def __exit__(self, *_: object) -> None:
             self.release()
-            self._own.process.wait(predicate, timeout, "condition")
-            self.acquire()
-        return predicate()
 
-    def notify_all(self) -> None:
-        """Do nothing: the scheduler looks at the predicates."""
+    class Event:
+        def __init__(self) -> None:
+            self._is_set = False
 
+        def is_set(self) -> bool:
+            return self._is_set
 
-def _build_threading(own: Owner) -> Facade:
+        def set(self) -> None:
+            self._is_set = True
+            own.process.point("event.set")
+
+        def wait(self, timeout: float | None = None) -> bool:
+            return own.process.wait(self.is_set, timeout, "event.wait")
+
+    class Condition(Lock):
+        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+            if not predicate():
+                self.release()
+                own.process.wait(predicate, timeout, "condition")
+                self.acquire()
+            return predicate()
+
+        def notify_all(self) -> None:
+            """Do nothing: the scheduler looks at the predicates."""
+
     class Thread:
         def __init__(
             self, group: None = None, target: Any = None, name: str = "thread", args: Any = (), kwargs: Any = None,
@@ -386,7 +330,7 @@ def _build_threading(own: Owner) -> Facade:
         def __init__(self, interval: float, function: Any, args: Any = (), kwargs: Any = None) -> None:
             super().__init__(target=function, args=args or (), kwargs=kwargs, name="timer")
             self._interval_s = interval
-            self._is_cancelled = _bind(Event, own)()
+            self._is_cancelled = Event()
 
         def cancel(self) -> None:
             self._is_cancelled.set()
@@ -408,9 +352,9 @@ def _build_threading(own: Owner) -> Facade:
 
     return Facade(
         threading,
-        Lock=_bind(Lock, own),
-        Event=_bind(Event, own),
-        Condition=_bind(Condition, own),
+        Lock=Lock,
+        Event=Event,
+        Condition=Condition,
         Thread=Thread,
         Timer=Timer,
         main_thread=lambda: own.process.main_thread,
@@ -420,7 +364,7 @@ def _build_threading(own: Owner) -> Facade:
     )
 
 
-def _build_queue(own: Owner) -> Facade:
+def _build_queue(own: "Instance") -> Facade:
     class SimpleQueue:
         def __class_getitem__(cls, _: Any) -> type:
             return cls
