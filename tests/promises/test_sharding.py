@@ -15,13 +15,13 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed.checkpoint
-from promises.loops import Result, build_pairs, build_run
+from promises.loops import build_pairs, sgd_momentum, trace_run
 from promises.test_same_bits import run_alone
 from promises.trial import Trial, Undisturbed, fail
 from support.runs import digest
 from support.snapshots import list_steps
 from support.tiny import Tiny, learn, tiny_run, update
-from support.trace import Trace, assert_same
+from support.trace import assert_same
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import SGD, Adagrad, AdamW
@@ -138,24 +138,14 @@ class Mixed(nn.Module):
         return self.last(x + memory)
 
 
-def train_mixed(blocks: Any) -> Result:
-    run = build_run()
-    model = Mixed()
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    run.prepare(model=model, optimizer=optimizer, shard_blocks=blocks)
-    trace = Trace(run)
-    for step in run.steps(build_pairs(24), 3):
-        for x, _ in step:
-            step.backward(model(x[:, :4]).square().mean())
-        optimizer.step()
-        trace.end_step(step)
-    return trace.finish()
-
-
 @pytest.mark.parametrize(("blocks", "world_size"), [([Mixing], 3), ([nn.Linear], 2)])
 def test_the_order_in_which_gradients_of_a_tensor_are_added(blocks: Any, world_size: int) -> None:
     """FSDP2 alone adds those from within a block to each other first."""
-    train = functools.partial(train_mixed, blocks)
+    train = functools.partial(
+        trace_run, Mixed, optimizer=sgd_momentum, data=build_pairs(24), num_steps=3,
+        objects=lambda t: {"shard_blocks": blocks},
+        body=lambda t, x, y: t.step.backward(t.model(x[:, :4]).square().mean()),
+    )  # fmt: skip
     assert_same(samestep.spawn(train, world_size, env=SHARDED), run_alone(train), f"{world_size} ranks", "1 rank")
 
 
@@ -245,12 +235,8 @@ def clip_by_total_norm(tiny: Tiny) -> None:
     update(tiny)
 
 
-def train_other_blocks() -> None:
-    build_run().prepare(model=nn.Sequential(nn.Linear(4, 4)), shard_blocks=[nn.Conv2d])
-
-
-# Arguments of `tiny_run`, or a function; how it is sharded; the error's sentence.
-REFUSED: list[tuple[Any, dict[str, str], str]] = [
+# Arguments of `tiny_run`; how it is sharded; the error's sentence.
+REFUSED: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"then": update_with_own_rate}, DIVIDED, r"the hash of the settings of optimizer \(param_groups\) is .* on ra"),
     ({"then": update_on(0)}, SHARDED, r"the number of calls of optimizer\.step\(\) is 3 on rank 0 and 2 on rank 1"),
     ({"then": update_on(0)}, DIVIDED, "rank 0 has called optimizer.step, and rank 1 has not"),
@@ -267,7 +253,7 @@ REFUSED: list[tuple[Any, dict[str, str], str]] = [
      r"step\.backward was not called in micro-batch 0, and with shard=\"fsdp2\" all ranks wait"),
     ({"model": Scalar}, SHARDED, r"model cannot be sharded \(.* scalar parameters.*\): change the model"),
     ({"model": shard_by_script}, SHARDED, r"model was given to fully_shard by the script: leave"),
-    (train_other_blocks, SHARDED, r"holds Conv2d, but .* consist of Sequential, Linear"),
+    ({"objects": lambda t: {"shard_blocks": [nn.Conv2d]}}, SHARDED, r"holds Conv2d, but .* consist of Linear"),
     ({"optimizer": torch.optim.LBFGS}, DIVIDED, "optimizer is LBFGS"),
     ({"optimizer": torch.optim.Rprop}, SHARDED, "optimizer is Rprop, which may need whole tensors, .*or shard=.optim"),
     ({"optimizer": Wrapper}, SHARDED, "inside another object"),
@@ -277,10 +263,9 @@ REFUSED: list[tuple[Any, dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "shard", "sentence"), REFUSED)
-def test_what_is_refused(wrong: Any, shard: dict[str, str], sentence: str, tmp_path: Path) -> None:
-    given = {"run_dir": tmp_path / "run", "num_steps": 3} | wrong if isinstance(wrong, dict) else {}
+def test_what_is_refused(wrong: dict[str, Any], shard: dict[str, str], sentence: str, tmp_path: Path) -> None:
     with pytest.raises((samestep.Error, RuntimeError), match=sentence):
-        samestep.spawn(tiny_run if given else wrong, 2, (), given, env=shard)
+        samestep.spawn(tiny_run, 2, (tmp_path / "run",), {"num_steps": 3} | wrong, env=shard)
 
 
 @pytest.mark.parametrize(
@@ -401,17 +386,17 @@ def test_rounding_changes_the_bits_and_little_else() -> None:
 
 def count_for_a_norm(num_layers: int) -> dict[str, int]:
     """Return how often ranks exchange something, and read it, to clip the gradients of a model."""
-    run = build_run()
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(num_layers)))
-    optimizer = SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    tolist = Mock(side_effect=Tensor.tolist)
-    for step in run.steps(build_pairs(), 1):
-        for x, _ in step:
-            step.backward(model(x).square().mean())
+    counts: dict[str, int] = {}
+
+    def then(t: Tiny) -> None:
+        tolist = Mock(side_effect=Tensor.tolist)
         with CommDebugMode() as exchanges, patch.object(Tensor, "tolist", lambda tensor: tolist(tensor)):
-            run.clip_grad_norm_(model.parameters(), 0.01)
-    return {**{str(name): count for name, count in exchanges.get_comm_counts().items()}, "reads": tolist.call_count}
+            t.run.clip_grad_norm_(t.model.parameters(), 0.01)
+        counts.update({str(name): count for name, count in exchanges.get_comm_counts().items()})
+        counts["reads"] = tolist.call_count
+
+    tiny_run(num_steps=1, model=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers))), then=then)
+    return counts
 
 
 def test_a_norm_takes_one_exchange_of_shards() -> None:

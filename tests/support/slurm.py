@@ -6,11 +6,10 @@ Nothing of the system's own Slurm is read or written: configuration, keys, socke
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -160,21 +159,17 @@ class Cluster:
                 daemon.wait()
         left = self._find_processes()
         for process in left:
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.Error:
-                continue
+            with suppress(psutil.Error):
+                process.kill()
         psutil.wait_procs(left, 10)
 
     def _find_processes(self) -> list[psutil.Process]:
         """Find the processes of jobs: those with the configuration of this cluster."""
         found = []
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.Error):
                 if process.environ().get("SLURM_CONF") == self.variables["SLURM_CONF"]:
                     found.append(process)
-            except psutil.Error:
-                continue
         return found
 
 
