@@ -1,4 +1,4 @@
-"""What a fault costs in time: from a rank's standstill to the line that names it, from a host's loss to the next step.
+"""What a fault costs in time: from a rank's stall to the line that names it, from a host's loss to the next step.
 
 Standing still: 2 ranks of `samestep launch`, one of which falls asleep in its data set, computes without end, or is
 stopped (SIGSTOP). Nothing may be said before the limit: 10 s, for steps as short as these. A host lost, of two that
@@ -49,7 +49,7 @@ class Samples(torch.utils.data.Dataset[Tensor]):
         return torch.ones(16)
 
 
-def train(run_dir: Path, marks: Path, standstill: str) -> None:
+def train(run_dir: Path, marks: Path, stall: str) -> None:
     """A rank of the run that is timed: leaves in `marks` what happened, and when."""
 
     def mark(what: str) -> None:
@@ -60,12 +60,12 @@ def train(run_dir: Path, marks: Path, standstill: str) -> None:
     model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     run.prepare(model=model, optimizer=optimizer)
-    is_guilty = bool(standstill) and run.rank == run.world_size - 1
+    is_guilty = bool(stall) and run.rank == run.world_size - 1
     has_struck = False
 
     def strike(which: str) -> None:
         nonlocal has_struck
-        if has_struck or not is_guilty or standstill != which or run.steps_done != AT_STEP:
+        if has_struck or not is_guilty or stall != which or run.steps_done != AT_STEP:
             return
         has_struck = True
         mark("fault")
@@ -101,16 +101,16 @@ def wait_for(condition: Callable[[], bool], what: str, log: Path) -> None:
         time.sleep(0.01)
 
 
-def build_words(folder: Path, standstill: str, *flags: str) -> list[str]:
+def build_words(folder: Path, stall: str, *flags: str) -> list[str]:
     words = [sys.executable, "-m", "samestep", "launch", *flags, __file__]
-    return [*words, "--train", str(folder / "run"), "--marks", str(folder / "marks"), "--standstill", standstill]
+    return [*words, "--train", str(folder / "run"), "--marks", str(folder / "marks"), "--stall", stall]
 
 
-def time_standstill(standstill: str) -> tuple[float, str]:
+def time_stall(stall: str) -> tuple[float, str]:
     """Seconds from the fault to the line that names the rank, and the line."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = build_words(folder, standstill, "--nproc-per-node", "2")
+        words = build_words(folder, stall, "--nproc-per-node", "2")
         launcher = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         clock = threading.Timer(DEADLINE_S, kill_tree, (launcher.pid,))
         clock.start()
@@ -128,7 +128,7 @@ def time_standstill(standstill: str) -> tuple[float, str]:
             launcher.communicate()
         struck = read_marks(folder / "marks", "fault")
         if named_at is None or not struck:
-            sys.exit(f"nobody named rank 1, {standstill}:\n{said}")
+            sys.exit(f"rank 1 was not named, {stall}:\n{said}")
         return named_at - struck[0], line.strip()
 
 
@@ -159,18 +159,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="times that each fault is planted")
     for word in ("--train", "--marks"):
         parser.add_argument(word, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--standstill", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--stall", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train is not None:
-        train(args.train, args.marks, args.standstill)
+        train(args.train, args.marks, args.stall)
         return
     num_rounds = 1 if args.quick else args.rounds
-    standstills, losses = (STANDSTILLS[2:], LOSSES[:1]) if args.quick else (STANDSTILLS, LOSSES)
+    stalls, losses = (STANDSTILLS[2:], LOSSES[:1]) if args.quick else (STANDSTILLS, LOSSES)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     limit_s = build_limits(None).floor_s
     if not args.json:
         print_machine()
-    named = {what: [time_standstill(what) for _ in range(num_rounds)] for what in standstills}
+    named = {what: [time_stall(what) for _ in range(num_rounds)] for what in stalls}
     lost: dict[str, list[float]] = {what: [] for what in losses}
     for _ in range(num_rounds):
         for what, times in lost.items():

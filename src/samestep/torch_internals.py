@@ -281,7 +281,7 @@ def abort_nccl() -> None:
 def reset_group_names() -> None:
     """Let the next process group have the name that it has on other ranks, also if the creation of one has failed.
 
-    Without it, ranks that meet after a death wait in vain.
+    Without it, ranks that meet after a death wait forever.
     """
     dist.distributed_c10d._world.group_count = 0
 

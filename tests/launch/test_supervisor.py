@@ -66,7 +66,7 @@ class Launch:
         return self
 
     def copy(self) -> "Launch":
-        """Return a copy, which goes on by itself."""
+        """Return a copy, which is independent of this one."""
         other = copy.copy(self)
         other.told = [*self.told]
         other.supervisor = own = copy.copy(self.supervisor)

@@ -234,7 +234,7 @@ def test_devices(
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_what_may_be_the_death_of_another_rank(error: RuntimeError, may_be: bool) -> None:
-    """The others would continue without a rank that has an error of its own, and this rank would wait in vain."""
+    """The others would continue without a rank that has an error of its own, and this rank would wait forever."""
     assert may_be_death(error) == may_be
 
 

@@ -317,7 +317,7 @@ class Store:
             self._remove(snapshot.path)
 
     def abandon(self, snapshots: Sequence[Snapshot]) -> None:
-        """Move snapshots to `run_dir/abandoned`, the newest first, for good. Raises OSError."""
+        """Move snapshots to `run_dir/abandoned`, the newest first. They are not used again. Raises OSError."""
         for snapshot in sorted(snapshots, key=lambda each: -each.step):
             target = self.path.parent / ABANDONED / f"{snapshot.path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
