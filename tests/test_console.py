@@ -51,8 +51,6 @@ def test_the_exit_code_of_an_error_that_cannot_be_printed(words: list[str], tmp_
 
 def test_only_a_slow_block_is_announced() -> None:
     with Popen([sys.executable, "-c", BLOCKS], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdin
-        assert process.stderr
         assert process.stderr.readline() == "samestep: starting 2 ranks\n"
         process.stdin.close()
         assert process.stderr.read() == ""

@@ -82,7 +82,5 @@ def test_the_wheel_works_in_an_empty_environment(built: tuple[Path, Path], tmp_p
 def test_all_files_name_one_version() -> None:
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert cited
-    assert newest
     assert cited[1] == newest[1] == samestep.__version__
     assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]

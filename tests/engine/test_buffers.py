@@ -26,13 +26,6 @@ class Counter(nn.Module):
         self.register_buffer("is_begun", torch.tensor(False))
         self.register_buffer("none", None)
         self.register_buffer("cache", torch.zeros(1), persistent=False)
-        self.total: Tensor
-        self.last: Tensor
-        self.mask: Tensor
-        self.lowest: Tensor
-        self.calls: Tensor
-        self.is_begun: Tensor
-        self.cache: Tensor
         self.same = nn.Module()
         self.same.register_buffer("total", self.total)
 

@@ -220,7 +220,6 @@ def test_a_scheduler_signals_each_node() -> None:
 def test_a_death_is_blamed_if_the_others_fail_soon_after() -> None:
     for later_s, blamed in ((20.0, 1), (2 * SOON_S, 0)):
         launch = Launch(2, heals=True).do(READY, died(1)).do(lost_another(0, later_s))
-        assert launch.end.failure is not None
         assert launch.end.failure.rank == blamed
 
 

@@ -1,7 +1,6 @@
 """The recipes from the command line, and their parts."""
 
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -34,17 +33,13 @@ def read_digests(run_dir: Path) -> dict[str, str]:
 def test_digits_learns_to_read(tmp_path: Path) -> None:
     run_dir = tmp_path / "digits"
     said = run_train("digits", "--nproc-per-node", "2", "--run-dir", str(run_dir))
-    found = re.search(r"validation accuracy\W+([\d.]+)%", said)
-    assert found is not None
-    assert float(found[1]) >= 98
+    assert float(re.search(r"validation accuracy\W+([\d.]+)%", said)[1]) >= 98
     for row in ("steps", "samples/s", "wall time"):
         assert row in said
     assert str(run_dir) in said
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    best = max(row.get("validation/accuracy", 0.0) for row in rows)
-    snapshot = Store(run_dir).find("best")
-    assert snapshot is not None
-    assert read_snapshot(Store(run_dir), snapshot)["state"]["best"] == best
+    best = max(row.get("validation/accuracy", 0.0) for row in read_rows(run_dir))
+    store = Store(run_dir)
+    assert read_snapshot(store, store.find("best"))["state"]["best"] == best
 
 
 def test_mlp_prints_a_line_per_epoch_from_each_rank(tmp_path: Path) -> None:

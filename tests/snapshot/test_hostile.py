@@ -131,9 +131,7 @@ def test_notes_that_no_run_writes(place: Path, notes: dict[str, Any]) -> None:
 
 def read_here(place: Path) -> Any:
     store = Store(place / "run")
-    found = store.find("latest", warn=lambda sentence: None)
-    assert found is not None
-    return read_snapshot(store, found, SavedRun)
+    return read_snapshot(store, store.find("latest", warn=lambda sentence: None), SavedRun)
 
 
 def read_from_bucket(place: Path) -> Any:
@@ -239,7 +237,6 @@ def test_a_state_that_does_not_fit(tmp_path: Path, path: tuple[str, ...], value:
     samestep.spawn(tiny_run, 1, (tmp_path,), {"num_steps": 3})
     store = Store(tmp_path)
     snapshot = store.find("latest")
-    assert snapshot is not None
     state = read_snapshot(store, snapshot, SavedRun)
     *holders, last = ("objects", "optimizer", *path)
     functools.reduce(operator.getitem, holders, state)[last] = value

@@ -34,9 +34,7 @@ def list_steps(store: Store) -> list[tuple[int, str | None]]:
 
 
 def find(store: Store, warnings: list[str] | None = None, which: int | str = "latest") -> Snapshot:
-    found = store.find(which, warn=pytest.fail if warnings is None else warnings.append)
-    assert found is not None
-    return found
+    return store.find(which, warn=pytest.fail if warnings is None else warnings.append)
 
 
 def read_mark(store: Store, which: int | str = "latest") -> Any:

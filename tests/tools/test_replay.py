@@ -93,7 +93,7 @@ def test_a_step_after_a_snapshot(home: Path) -> None:
     assert f"losses in the run: {', '.join(losses)}\n" in out
     found = [int(word) for line in re.findall(r"samples of micro-batch \d: (.*)", out) for word in line.split()]
     assert found == read_samples(home, 10)
-    loss = float(re.search(r"^loss (.*)$", out, re.M)[1])  # type: ignore[index]
+    loss = float(re.search(r"^loss (.*)$", out, re.M)[1])
     parts = [float(each) for each in re.findall(r"^loss of micro-batch \d: (.*)$", out, re.M)]
     assert (len(parts), sum(parts) / 4) == (4, pytest.approx(loss))
     assert [*read_records(home / "run/ledger.bin")][10].loss == int.from_bytes(
@@ -136,15 +136,12 @@ def test_one_micro_batch(home: Path) -> None:
     assert f"samples of micro-batch 2: {' '.join(map(str, samples))}\n" in out
     assert f"loss {whole['losses'][2][0]}, weight 4\n" in out
     assert "the bits of step 8 agree with the run's ledger: samples, loss and gradient; of step 9, the samples\n" in out
-    logged = re.search(r"^logged per_sample: (.*)$", out, re.M)
-    norm = re.search(r"model\.4\.bias\W+([\d.e-]+)", out)
-    assert logged is not None
-    assert norm is not None
-    losses = [float(word) for word in logged[1].split()]
+    losses = [float(word) for word in re.search(r"^logged per_sample: (.*)$", out, re.M)[1].split()]
     assert sum(losses) / 4 == pytest.approx(whole["losses"][2][0])
     signs = itertools.product((-1, 1), repeat=4)  # of the differences between outputs and targets
     gradients = [abs(sum(s * 2 * loss**0.5 for s, loss in zip(each, losses, strict=True)) / 4) for each in signs]
-    assert any(float(norm[1]) == pytest.approx(gradient, rel=1e-3) for gradient in gradients)
+    norm = float(re.search(r"model\.4\.bias\W+([\d.e-]+)", out)[1])
+    assert any(norm == pytest.approx(gradient, rel=1e-3) for gradient in gradients)
 
 
 def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
@@ -249,7 +246,5 @@ def test_the_step_in_which_a_run_failed(tmp_path: Path) -> None:
     assert "the output of model.1 (Log) is the first that is not finite; its inputs are finite\n" in out
     per_sample = re.search(r"^logged per_sample: (.*)$", out, re.M)
     samples = re.search(r"^samples of micro-batch \d: (.*)$", out, re.M)
-    assert per_sample is not None
-    assert samples is not None
     values = dict(zip(samples[1].split(), per_sample[1].split(), strict=True))
     assert [sample for sample, value in values.items() if value in ("nan", "inf", "-inf")] == ["20"]

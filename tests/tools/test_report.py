@@ -66,9 +66,7 @@ class Texts(HTMLParser):
 
 
 def read_data(page: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
-    assert found is not None
-    return json.loads(found[1])
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
 
 
 # --- a real run ---------------------------------------------------------------------------------------------------
@@ -143,7 +141,6 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
     assert sum(tag == "script" for tag, _ in shown.elements) == 3
     assert not any(name.startswith("on") for _, attributes in shown.elements for name in attributes)
     policy = next(each["content"] for tag, each in shown.elements if tag == "meta" and "http-equiv" in each)
-    assert policy is not None
     assert policy.startswith("default-src 'none'")
     assert "Permission is hereby granted" in page, "the licence of uPlot"
     assert "://" not in page.replace("http://www.w3.org", "").replace("https://github.com/leeoniya/uPlot", "")
@@ -185,7 +182,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 def browse(page: Path, profile: Path) -> tuple[str, str]:
     """Return the document after its scripts have run, and the output of the browser."""
-    assert CHROMIUM is not None
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
     done = subprocess.run(
         [CHROMIUM, *words, "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],

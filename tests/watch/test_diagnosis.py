@@ -104,7 +104,6 @@ def test_a_stuck_rank_stays_stuck(ranks: list[Beat], limits: Limits, more_s: flo
     later = [replace(heard, age_s=heard.age_s + more_s) for heard in ranks]
     now, then = diagnose(ranks, limits), diagnose(later, limits)
     if now is not None:
-        assert then is not None
         assert then.blocking == now.blocking
         assert then.is_final >= now.is_final
 
@@ -138,7 +137,6 @@ IN_ALL_REDUCE = {"waits_in": "all_reduce", "line": "train.py:31 in main"}
 )  # fmt: skip
 def test_each_cause_has_its_message(guilty: Beat, words: str) -> None:
     stall = diagnose([wait(0, 20), guilty, wait(2, 20)], Limits())
-    assert stall is not None
     assert stall.blocking == (1,)
     assert stall.sentence.endswith(f"{words}; 2 ranks wait for it in the reduction")
 
@@ -155,7 +153,6 @@ def test_each_cause_has_its_message(guilty: Beat, words: str) -> None:
 )  # fmt: skip
 def test_no_rank_is_blamed_if_all_wait(ranks: list[Beat], words: str) -> None:
     stall = diagnose(ranks, Limits())
-    assert stall is not None
     assert (stall.blocking, stall.sentence) == ((), f"the ranks have waited for each other for 25 s: {words}")
 
 
