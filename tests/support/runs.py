@@ -96,11 +96,20 @@ def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.C
     return done
 
 
-def ask(*arguments: str | Path) -> str:
-    """Return what `samestep ARGUMENTS` prints. It must succeed."""
+def ask(*arguments: str | Path, code: int = 0) -> str:
+    """Return what `samestep ARGUMENTS` prints. It must end with this exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main([str(argument) for argument in arguments]) == 0, printed.getvalue()
+        assert main([str(argument) for argument in arguments]) == code, printed.getvalue()
     return printed.getvalue()
+
+
+def refuse(*arguments: str | Path) -> str:
+    """Return the sentence with which `samestep ARGUMENTS` ends. It must print nothing else."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert ask(*arguments, code=2) == ""
+    assert said.getvalue().startswith("samestep: error: ")
+    assert said.getvalue().count("\n") == 1
+    return said.getvalue()
 
 
 def read_facts(command: str, printed: str) -> Any:

@@ -7,8 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from samestep.cli import main
+from support.runs import ask, refuse
 
 
 @pytest.fixture
@@ -18,21 +17,6 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text("print('trained')\n")
     monkeypatch.chdir(tmp_path)
     return path
-
-
-def render(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["slurm", *words]) == 0
-    return capsys.readouterr().out
-
-
-def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the one sentence of the error."""
-    assert main(["slurm", *words]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("samestep: error: ")
-    assert said.err.count("\n") == 1
-    return said.err
 
 
 def read_directives(text: str) -> dict[str, str]:
@@ -45,9 +29,9 @@ def read_srun(text: str) -> list[str]:
     return shlex.split(text[start : text.index("\nrc=")].replace("\\\n", ""))
 
 
-def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = render(
-        capsys, "--nodes", "4", "--gpus-per-node=8", "--time", "2:00:00", "--partition", "gpu", "--run-dir", "runs/x",
+def test_batch_script(script: Path, tmp_path: Path) -> None:
+    text = ask(
+        "slurm", "--nodes", "4", "--gpus-per-node=8", "--time", "2:00:00", "--partition", "gpu", "--run-dir", "runs/x",
         "--sbatch=--mem=64G", "--sbatch", "--constraint=a100", "--max-steps", "9", "--deterministic",
         "train.py", "--lr", "0.1", "a b",
     )  # fmt: skip
@@ -70,10 +54,10 @@ TARGETS = [(["-m", "my.train"], "my.train"), (["mlp", "--total-epochs", "2"], "m
 
 
 @pytest.mark.parametrize(("target", "name"), TARGETS)
-def test_one_node(script: Path, capsys: pytest.CaptureFixture[str], target: list[str], name: str) -> None:
+def test_one_node(script: Path, target: list[str], name: str) -> None:
     """One node needs no rendezvous, and the script names the run's directory. All words after a recipe are its own."""
     url = ["--run-dir", "s3://bucket/run"]
-    text = render(capsys, "--nproc-per-node", "3", "--grace-s", "60", *url, *target)
+    text = ask("slurm", "--nproc-per-node", "3", "--grace-s", "60", *url, *target)
     words = read_srun(text)
     assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", *url, *target]
     assert "MASTER_ADDR" not in text
@@ -85,40 +69,38 @@ def test_one_node(script: Path, capsys: pytest.CaptureFixture[str], target: list
 @pytest.mark.parametrize(
     ("code", "starts", "is_queued"), [(75, 99, True), (138, 9, True), (138, 10, False), (1, 0, False)]
 )
-def test_which_exits_are_requeued(
-    script: Path, capsys: pytest.CaptureFixture[str], code: int, starts: int, is_queued: bool
-) -> None:
+def test_which_exits_are_requeued(script: Path, code: int, starts: int, is_queued: bool) -> None:
     """Exit code 138: the signal came before there were ranks. The number of restarts is limited."""
-    text = render(capsys, "train.py")
+    text = ask("slurm", "train.py")
     stubs = f"srun() {{ return {code}; }}; scontrol() {{ echo $*; }}; SLURM_JOB_ID=7; SLURM_RESTART_COUNT={starts}\n"
     done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (code, "requeue 7\n" if is_queued else "")
 
 
-def test_each_start_has_a_new_secret(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_start_has_a_new_secret(script: Path) -> None:
     """It is in no command, and not in the saved batch script."""
-    text = render(capsys, "--nodes", "2", "train.py")
+    text = ask("slurm", "--nodes", "2", "train.py")
     [line] = [line for line in text.splitlines() if "SAMESTEP_RDZV_SECRET" in line]
     made = [subprocess.run(["bash", "-c", f"{line}; env"], capture_output=True, text=True).stdout for _ in range(2)]
-    assert len({re.search(r"SAMESTEP_RDZV_SECRET=([0-9a-f]{64})\n", each)[1] for each in made}) == 2  # type: ignore[index]
-    assert "SAMESTEP_RDZV_SECRET" not in render(capsys, "train.py")
+    assert len({re.search(r"SAMESTEP_RDZV_SECRET=([0-9a-f]{64})\n", each)[1] for each in made}) == 2
+    assert "SAMESTEP_RDZV_SECRET" not in ask("slurm", "train.py")
 
 
 @pytest.mark.parametrize("name", ["a\nscancel 1\n.py", "a\n#SBATCH --wrap=x\n.py", "a\rb.py", "a\x1bb.py"])
-def test_names_with_control_characters(script: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_names_with_control_characters(script: Path, name: str) -> None:
     script.with_name(name).write_text("")
-    assert "without control characters" in refuse(capsys, name)
-    assert "without control characters" in refuse(capsys, "--run-dir", f"runs/{name}", "train.py")
+    assert "without control characters" in refuse("slurm", name)
+    assert "without control characters" in refuse("slurm", "--run-dir", f"runs/{name}", "train.py")
     script.with_name(f"in {name}").mkdir()
     os.chdir(script.with_name(f"in {name}"))
-    assert "without control characters" in refuse(capsys, str(script))
+    assert "without control characters" in refuse("slurm", str(script))
 
 
 @pytest.mark.parametrize("name", ['a" --wrap="x.py', 'a\\" --wrap="x.py', "a'; x; '.py", "$(x) `x` ${x}.py"])
-def test_names_with_signs(script: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_names_with_signs(script: Path, name: str) -> None:
     """Slurm reads them, and they reach the script. The exit code is that of the launchers."""
     script.with_name(name).write_text("")
-    text = render(capsys, "--run-dir", f"runs/{name}", name, name, "", "'")
+    text = ask("slurm", "--run-dir", f"runs/{name}", name, name, "", "'")
     directives = read_directives(text)
     assert (directives["job-name"], directives["output"]) == (Path(name).stem, f"runs/{name}/slurm/%j.out")
     stubs = 'srun() { printf "%s\\n" "$@" >&2; return 3; }\n'
@@ -126,10 +108,10 @@ def test_names_with_signs(script: Path, capsys: pytest.CaptureFixture[str], name
     assert (done.returncode, done.stderr.splitlines()[-4:]) == (3, [name, name, "", "'"])
 
 
-def test_slurm_writes_no_output_through_a_link(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_writes_no_output_through_a_link(script: Path) -> None:
     """The number of a job can be guessed, and Slurm follows links."""
     for link in (Path("runs/x/slurm/7.out"), Path("runs/y/slurm")):
         link.parent.mkdir(parents=True)
         link.symlink_to("outside")
-        said = refuse(capsys, "--run-dir", str(Path(*link.parts[:2])), "train.py")
+        said = refuse("slurm", "--run-dir", str(Path(*link.parts[:2])), "train.py")
         assert f"{link} is a link, and Slurm would write the output of the job through it: remove it" in said

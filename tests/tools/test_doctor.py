@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,21 +171,14 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert "--nproc-per-node was given, but a launcher has started the ranks already: leave it out" in given.stderr
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    with reserve_port() as free:
-        yield free
-
-
-def test_a_rank_that_does_not_come(tmp_path: Path, port: int) -> None:
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     """Nothing hangs: the other ranks report it, and a rank that finds no other one reports that."""
-    for rank, words in (
-        (0, "rank 1 did not come within 1 s"),
-        (1, "rank 1 cannot reach the rendezvous store"),
-    ):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        script = "import sys; from samestep.tools import doctor as e; e.JOIN_S = 1.0; "
-        script += "from samestep.cli import main; sys.exit(main(['doctor']))"
-        done = check(run_command(sys.executable, "-c", script, cwd=tmp_path, env=variables), 2)
-        assert words in done.stderr
-        assert done.stderr.endswith("[SS507]\n")
+    script = "import sys; from samestep.tools import doctor; doctor.JOIN_S = 1.0; "
+    script += "from samestep.cli import main; sys.exit(main(['doctor']))"
+    with reserve_port() as port:
+        variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank, words in enumerate(("rank 1 did not come within 1 s", "rank 1 cannot reach the rendezvous store")):
+            env = variables | {"RANK": str(rank)}
+            done = check(run_command(sys.executable, "-c", script, cwd=tmp_path, env=env), 2)
+            assert words in done.stderr
+            assert done.stderr.endswith("[SS507]\n")

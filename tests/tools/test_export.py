@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, safe_open
+from support.runs import ask, refuse
 from support.snapshots import write_snapshot
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.cli import main
-from samestep.errors import Error
 from samestep.snapshot.store import Store
-from samestep.tools.export import run_export
 
 
 class Tied(nn.Module):
@@ -45,9 +44,8 @@ def write_run(*, step: int = 5, name: str | None = None, **objects: Any) -> None
     write_snapshot(Store(RUN), state, step=step, name=name)
 
 
-def refuse(words: str, *arguments: str) -> None:
-    with pytest.raises(Error, match=words):
-        run_export(["run", "x.safetensors", *arguments])
+def export(*words: str) -> str:
+    return ask("export", "run", "x.safetensors", *words)
 
 
 @pytest.fixture
@@ -77,10 +75,9 @@ def assert_loads(expected: nn.Module) -> None:
     assert {*Path().iterdir()} == {RUN, FILE}
 
 
-def test_the_newest_model(models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "run", "x.safetensors"]) == 0
+def test_the_newest_model(models: dict[str, nn.Module]) -> None:
+    assert export().startswith("x.safetensors: 10 tensors of model after step 5, ")
     assert_loads(models["model 5"])
-    assert capsys.readouterr().out.startswith("x.safetensors: 10 tensors of model after step 5, ")
     with safe_open(FILE, "pt") as opened:
         assert (opened.metadata()["step"], opened.metadata()["object"]) == ("5", "model")
 
@@ -91,8 +88,8 @@ def test_a_model_of_another_name() -> None:
     states = {"mean": AveragedModel(net).state_dict(), "net": net.state_dict()}
     write_run(step=1, **states)
     write_run(step=2, **states, other=Tied().state_dict())
-    refuse("name the model by --object")
-    assert run_export(["run", "x.safetensors", "--snapshot", "1"]) == 0
+    assert "name the model by --object" in refuse("export", "run", "x.safetensors")
+    export("--snapshot", "1")
     assert_loads(net)
 
 
@@ -101,19 +98,23 @@ def test_another_one(models: dict[str, nn.Module], which: str, step: int, name: 
     """The keys of an average are those of its model."""
     if which == "3":
         os.rename("run/snapshots/best.step-00000003", "run/snapshots/other.step-00000003")
-    assert run_export(["run", "x.safetensors", "--snapshot", which, "--object", name]) == 0
+    export("--snapshot", which, "--object", name)
     assert_loads(models[f"{name} {step}"])
 
 
 def test_what_is_refused(models: dict[str, nn.Module]) -> None:
-    refuse("has no teacher: it has model, ema, optimizer", "--object", "teacher")
-    refuse("optimizer has no tensors by name", "--object", "optimizer")
-    refuse("there is no snapshot of step 4", "--snapshot", "4")
+    for words, said in (
+        (["--object", "teacher"], "has no teacher: it has model, ema, optimizer"),
+        (["--object", "optimizer"], "optimizer has no tensors by name"),
+        (["--snapshot", "4"], "there is no snapshot of step 4"),
+    ):
+        assert said in refuse("export", "run", "x.safetensors", *words)
     assert not FILE.exists()
-    with pytest.raises(Error, match=r"nowhere/x.safetensors cannot be written .*: name another file"):
-        run_export(["run", "nowhere/x.safetensors"])
+    said = refuse("export", "run", "nowhere/x.safetensors")
+    assert re.search("nowhere/x.safetensors cannot be written .*: name another file", said)
     FILE.write_text("mine")
-    refuse("x.safetensors exists already: name another file, or remove it")
+    said = refuse("export", "run", "x.safetensors")
+    assert "x.safetensors exists already: name another file, or remove it" in said
     assert FILE.read_text() == "mine"
 
 
@@ -122,7 +123,6 @@ class Linear(nn.Linear):
         return np.arange(3)
 
 
-def test_entries_that_are_no_tensors_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_entries_that_are_no_tensors_are_named() -> None:
     write_run(model=Linear(2, 2).state_dict())
-    assert run_export(["run", "x.safetensors"]) == 0
-    assert "bytes, without _extra_state" in capsys.readouterr().out
+    assert "bytes, without _extra_state" in export()

@@ -14,16 +14,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from support.runs import ask, refuse
 from support.snapshots import write_snapshot
 
-from samestep.errors import Error
 from samestep.hashing import hash_short
 from samestep.plan.ledger import RECORD, Entry, combine, to_bits
 from samestep.plan.order import build_order
 from samestep.snapshot.logs import read_records
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
-from samestep.tools.inspect import run_diff, run_inspect, run_runs
 from samestep.world.environment import read_host
 
 NUMBERS = {
@@ -68,26 +67,13 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    def inspect(*args: str) -> tuple[int, str]:
-        code = run_inspect([str(run), *args])
-        return code, capsys.readouterr().out
-
-    return inspect
-
-
-Inspect = Callable[..., tuple[int, str]]
-
-
 def assert_lines(out: str, *lines: str) -> None:
     """Check that each pattern is a line of a table."""
     assert [line for line in lines if not re.search(rf"^  {line}$", out, re.M)] == [], out
 
 
-def assert_refused(words: str, command: Callable[[list[str]], int], *args: str | Path) -> None:
-    with pytest.raises(Error, match=words):
-        command([str(arg) for arg in args])
+def inspect(run: Path, *words: str, code: int = 0) -> str:
+    return ask("inspect", run, *words, code=code)
 
 
 # --- the run ------------------------------------------------------------------------------------------------------
@@ -146,20 +132,19 @@ measured, from the last start on
 """
 
 
-def test_what_is_shown(run: Path, inspect: Inspect) -> None:
+def test_what_is_shown(run: Path) -> None:
     for name, text in FILES.items():
         (run / name).write_text(text)
     for step, loss in ((3, 0.5), (6, 0.25)):
         write_snapshot(Store(run), {**STATE, "state": {"best": {"loss": loss}}}, step=step)
-    code, out = inspect()
-    assert (code, re.sub(r"\d s  whole", "0 s  whole", out)) == (0, f"run {run}, samestep 0.1.0{SHOWN}")
-    shown = json.loads(inspect("--json")[1])
+    assert re.sub(r"\d s  whole", "0 s  whole", inspect(run)) == f"run {run}, samestep 0.1.0{SHOWN}"
+    shown = json.loads(inspect(run, "--json"))
     assert shown["metrics"] == {"loss": {"value": 0.75, "step": 4}, "accuracy": {"value": 0.5, "step": 3}}
     assert [row["reason"] for row in shown["restarts"]] == ["rank 1 died", "SIGTERM"]
     assert (shown["state"], [row["lost"] for row in shown["heals"]]) == ({"best": {"loss": 0.25}}, [[1, 3]])
 
 
-def test_damage_is_shown(run: Path, inspect: Inspect) -> None:
+def test_damage_is_shown(run: Path) -> None:
     store = Store(run)
     for step, name in ((3, None), (6, None), (6, "best")):
         write_snapshot(store, STATE, step=step, name=name)
@@ -167,23 +152,21 @@ def test_damage_is_shown(run: Path, inspect: Inspect) -> None:
     with open(store.path / "step-00000003" / "tensors-00000.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
-    code, out = inspect("--check")
+    out = inspect(run, "--check", code=1)
     damage = r"tensors-00000.safetensors is damaged \(somewhere in bytes \d+ to \d+\)"
     state = r"6 .* state.json has 3 bytes, not \d+"
     assert_lines(out, f"3 .* {damage}", r"6 +best +\d+ B +\d s +sound", state)
     assert re.search(rf"\nthe check failed: 2 of 3 snapshots damaged \(.*{damage}\)\n$", out)
-    checked = json.loads(inspect("--json", "--check")[1])
+    checked = json.loads(inspect(run, "--json", "--check", code=1))
     sound = {(each["step"], each["name"]): each["problem"] is None for each in checked["snapshots"]}
-    assert (code, sound) == (1, {(3, None): False, (6, None): False, (6, "best"): True})
-    code, out = inspect()  # compares the sizes only
-    assert code == 0
-    assert_lines(out, r"3 +\d+ B +\d s +whole", state)
-    code, out = inspect("--snapshot", "best", "--check")
-    assert (code, "state.json has" in out) == (0, False)
+    assert sound == {(3, None): False, (6, None): False, (6, "best"): True}
+    assert_lines(inspect(run), r"3 +\d+ B +\d s +whole", state)  # compares the sizes only
+    out = inspect(run, "--snapshot", "best", "--check")
+    assert "state.json has" not in out
     assert out.endswith("\nthe check passed: 1 snapshot read, and sound\n")
 
 
-def write_runs(directory: Path) -> tuple[str, str]:
+def write_runs(directory: Path) -> tuple[Path, Path]:
     """Write two runs: b has another seed and learning rate, and its second step has other samples."""
     for name, seed, second in (("a", 3, [2, 3]), ("b", 4, [3, 2])):
         run = directory / name
@@ -194,117 +177,105 @@ def write_runs(directory: Path) -> tuple[str, str]:
         rows = [{"step": 1, "loss": 1.5}, {"step": 2, "loss": seed / 8}]
         (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         (run / "status.json").write_text(json.dumps({"status": "done", "time": "2026-01-02T03:04:05Z"}))
-    return str(directory / "a"), str(directory / "b")
+    return directory / "a", directory / "b"
 
 
-def test_a_directory_of_runs_is_listed(tmp_path: Path, capsys: Any) -> None:
+def test_a_directory_of_runs_is_listed(tmp_path: Path) -> None:
     a, _ = write_runs(tmp_path / "runs")
     (tmp_path / "runs/no run").mkdir()
-    write_snapshot(Store(Path(a)), {**STATE, "state": {}}, step=1, name="best", meta={})
-    assert run_runs([str(tmp_path / "runs")]) == 0
-    short = next(each for each in Store(Path(a)).snapshots() if each.step == 2).manifest["digest"][:12]
-    assert_lines(capsys.readouterr().out, rf"a +done +2 +{short} +1 +\d+ \w+ +loss 0.375", "b +done +2 .*")
-    assert_refused("there are no runs in nothing", run_runs, "nothing")
+    write_snapshot(Store(a), {**STATE, "state": {}}, step=1, name="best", meta={})
+    short = Store(a).find(2).manifest["digest"][:12]
+    assert_lines(ask("runs", tmp_path / "runs"), rf"a +done +2 +{short} +1 +\d+ \w+ +loss 0.375", "b +done +2 .*")
+    assert "there are no runs in nothing" in refuse("runs", "nothing")
 
 
 def test_runs_that_were_killed_or_damaged(tmp_path: Path, capsys: Any) -> None:
-    a, b = map(Path, write_runs(tmp_path / "runs"))
+    a, b = write_runs(tmp_path / "runs")
     (a / "status.json").write_text(json.dumps({"status": "running", "host": read_host(), "process": 1 << 30}))
     shutil.rmtree(b / "snapshots")
     (b / "snapshots").touch()
-    assert run_runs([str(tmp_path / "runs"), "--json"]) == 0
-    shown = capsys.readouterr()
-    listed = json.loads(shown.out)["runs"]
+    listed = json.loads(ask("runs", tmp_path / "runs", "--json"))["runs"]
     assert [(each["name"], each["status"]) for each in listed] == [("a", "killed"), ("b", "damaged")]
-    assert f"{b / 'snapshots'} cannot be used (Not a directory)" in shown.err
+    assert f"{b / 'snapshots'} cannot be used (Not a directory)" in capsys.readouterr().err
     (a / "status.json").write_text(json.dumps({"status": "running", "host": read_host(), "process": os.getpid()}))
-    assert run_inspect([str(a), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["status"]["status"] == "running"
+    assert json.loads(inspect(a, "--json"))["status"]["status"] == "running"
 
 
-@pytest.fixture
-def compare(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """`compare(run, run)` returns the exit code and the output of `samestep diff`."""
-    return lambda *words: (run_diff([*words]), capsys.readouterr().out)
-
-
-def test_two_runs_are_compared(tmp_path: Path, compare: Inspect) -> None:
+def test_two_runs_are_compared(tmp_path: Path) -> None:
     a, b = write_runs(tmp_path)
-    code, out = compare(a, b)
+    out = ask("diff", a, b, code=1)
     assert_lines(out, "numbers.seed +3 +4")
-    assert (code, "numbers.batch_size" in out) == (1, False)
+    assert "numbers.batch_size" not in out
     assert out.endswith("\nstep 1 is the first that differs: other samples\n")
-    assert compare(a, a) == (0, "identical in all 2 common steps, and in 1 common snapshot\n")
-    shown = json.loads(compare(a, b, "--json")[1])
+    assert ask("diff", a, a) == "identical in all 2 common steps, and in 1 common snapshot\n"
+    shown = json.loads(ask("diff", a, b, "--json", code=1))
     assert (shown["same"], shown["first_differing_step"], shown["differs_in"]) == (False, 1, ["other samples"])
-    assert_refused("there is no directory", run_diff, a, tmp_path / "c")
+    assert "there is no directory" in refuse("diff", a, tmp_path / "c")
 
 
-def test_runs_with_other_losses_and_lengths_are_compared(tmp_path: Path, compare: Inspect) -> None:
+def test_runs_with_other_losses_and_lengths_are_compared(tmp_path: Path) -> None:
     a, b = write_runs(tmp_path)
-    first, last = (entry._replace(loss=to_bits(0.5), gradient=7) for entry in read_records(Path(a) / "ledger.bin"))
+    first, last = (entry._replace(loss=to_bits(0.5), gradient=7) for entry in read_records(a / "ledger.bin"))
     for run, entry in ((a, last), (b, last._replace(loss=to_bits(0.25)))):
-        (Path(run) / "ledger.bin").write_bytes(RECORD.pack(*first) + RECORD.pack(*entry))
+        (run / "ledger.bin").write_bytes(RECORD.pack(*first) + RECORD.pack(*entry))
     said = f"\nstep 1 is the first that differs: the loss is 0.5 in {a} and 0.25 in {b}\n"
-    assert said in compare(a, b)[1]
-    (Path(b) / "ledger.bin").write_bytes(RECORD.pack(*first))
-    assert compare(a, b)[0] == 1, "the snapshots differ"
-    shutil.rmtree(Path(b) / "snapshots")
-    code, out = compare(a, b)
-    assert code == 0
-    assert out.endswith("identical in all 1 common steps; there is no common snapshot\n")
-    (Path(b) / "ledger.bin").write_bytes(b"")
-    assert_refused("b has no step yet: there is nothing to compare", run_diff, a, b)
+    assert said in ask("diff", a, b, code=1)
+    (b / "ledger.bin").write_bytes(RECORD.pack(*first))
+    ask("diff", a, b, code=1)  # the snapshots differ
+    shutil.rmtree(b / "snapshots")
+    assert ask("diff", a, b).endswith("identical in all 1 common steps; there is no common snapshot\n")
+    (b / "ledger.bin").write_bytes(b"")
+    assert "b has no step yet: there is nothing to compare" in refuse("diff", a, b)
 
 
-def test_a_run_that_has_not_begun(run: Path, inspect: Inspect) -> None:
+def test_a_run_that_has_not_begun(run: Path) -> None:
     (run / "run.json").write_text(json.dumps({"format": 1, "samestep": "0.1.0", "numbers": {"seed": 1}, "config": {}}))
     (run / "metrics.jsonl").write_text("")
-    assert_lines(inspect()[1], "seed +1", "none")
-    assert_refused(r"run.json lacks 'data_length': the run has not started", run_inspect, run, "--samples")
+    assert_lines(inspect(run), "seed +1", "none")
+    assert "run.json lacks 'data_length': the run has not started" in refuse("inspect", run, "--samples")
 
 
 # --- the digest ---------------------------------------------------------------------------------------------------
 
 
-def test_the_digest_is_of_the_newest_sound_snapshot(run: Path, inspect: Inspect, capsys: Any) -> None:
+def test_the_digest_is_of_the_newest_sound_snapshot(run: Path, capsys: Any) -> None:
     store = Store(run)
     states = {step: STATE | {"position": {"step": step, "epoch": 0}} for step in (3, 6)}
     for step, state in states.items():
         write_snapshot(store, state, step=step)
     write_snapshot(store, states[3], step=3, name="best")
-    assert inspect("--digest") == (0, digest(states[6]) + "\n")
-    assert inspect("--digest", "--snapshot", "best") == (0, digest(states[3]) + "\n")
-    _, out = inspect("--digest", "--json", "--snapshot", "3")
-    assert json.loads(out) == {"step": 3, "name": None, "digest": digest(states[3])}
+    assert inspect(run, "--digest") == digest(states[6]) + "\n"
+    assert inspect(run, "--digest", "--snapshot", "best") == digest(states[3]) + "\n"
+    shown = json.loads(inspect(run, "--digest", "--json", "--snapshot", "3"))
+    assert shown == {"step": 3, "name": None, "digest": digest(states[3])}
     (store.path / "step-00000006" / "state.json").unlink()
-    assert run_inspect([str(run), "--digest"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == digest(states[3]) + "\n"
-    assert "step-00000006: state.json is missing" in captured.err
+    assert inspect(run, "--digest") == digest(states[3]) + "\n"
+    assert "step-00000006: state.json is missing" in capsys.readouterr().err
 
 
 def test_what_is_not_there(run: Path, tmp_path: Path) -> None:
-    assert_refused(r"there is no directory .*nowhere", run_inspect, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert_refused(r"it has no run\.json", run_inspect, tmp_path / "empty", "--digest")
-    assert_refused("has no snapshot yet", run_inspect, run, "--digest")
+    assert f"there is no directory {tmp_path}/nowhere" in refuse("inspect", tmp_path / "nowhere")
+    assert "it has no run.json" in refuse("inspect", tmp_path / "empty", "--digest")
+    assert "has no snapshot yet" in refuse("inspect", run, "--digest")
     write_snapshot(Store(run), STATE, step=3)
-    assert_refused("no snapshot of step 4 in .*: there is step 3", run_inspect, run, "--digest", "--snapshot", "4")
-    assert_refused("has no snapshot 4", run_inspect, run, "--snapshot", "4")
-    assert_refused("--samples shows steps, not snapshots", run_inspect, run, "--samples", "--snapshot", "4")
+    said = refuse("inspect", run, "--digest", "--snapshot", "4")
+    assert re.search("no snapshot of step 4 in .*: there is step 3", said)
+    assert "has no snapshot 4" in refuse("inspect", run, "--snapshot", "4")
+    assert "--samples shows steps, not snapshots" in refuse("inspect", run, "--samples", "--snapshot", "4")
     (run / "snapshots" / "step-00000003" / "manifest.json").write_text("")
-    assert_refused(r"no snapshot in .* can be used \(.*manifest.json is damaged", run_inspect, run, "--digest")
+    said = refuse("inspect", run, "--digest")
+    assert re.search(r"no snapshot in .* can be used \(.*manifest.json is damaged", said)
     for text in ("{", "[]"):
         (run / "run.json").write_text(text)
-        assert_refused("cannot be read as JSON", run_inspect, run)
+        assert "cannot be read as JSON" in refuse("inspect", run)
 
 
 def test_what_cannot_be_read(run: Path) -> None:
     (run / "snapshots").write_text("")
     (run / "ledger.bin").mkdir()
-    for args in ([], ["--digest"], ["--samples"]):
-        assert_refused(r" cannot be read \((Not|Is) a directory\): fix that", run_inspect, run, *args)
+    for words in ([], ["--digest"], ["--samples"]):
+        assert re.search(r" cannot be read \((Not|Is) a directory\): fix that", refuse("inspect", run, *words))
 
 
 @pytest.mark.parametrize("args", [["--digest"], ["--samples"]])
@@ -326,11 +297,11 @@ def keep_order(run: Path, epoch: int, indices: NDArray[np.int64]) -> None:
     np.save(run / "orders" / f"epoch-{epoch:08d}.npy", indices)
 
 
-def test_the_verdict_in_words(run: Path, inspect: Inspect) -> None:
+def test_the_verdict_in_words(run: Path) -> None:
     verdicts = []
     for num_steps in (0, 2, 3, 7):
         write_ledger(run, plan_steps(num_steps, shuffled))
-        verdicts.append(inspect("--samples")[1].splitlines()[-1])
+        verdicts.append(inspect(run, "--samples").splitlines()[-1])
     assert verdicts == [
         "audit passed: there are no steps yet",
         "audit passed: epoch 0 is incomplete, no sample twice",
@@ -351,48 +322,48 @@ FAULTS: dict[str, tuple[dict[int, tuple[int, list[int]]], str]] = {  # name -> o
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_audit_catches(fault: str, run: Path, inspect: Inspect) -> None:
+def test_the_audit_catches(fault: str, run: Path) -> None:
     changed, sentence = FAULTS[fault]
     write_ledger(run, [changed.get(step, planned) for step, planned in enumerate(PLANNED)])
-    code, out = inspect("--samples")
-    assert code == 1
+    out = inspect(run, "--samples", code=1)
     assert out.splitlines()[4] == "4: not the planned samples"
     assert out.endswith(f"audit failed:\n  {sentence}\n")
-    code, out = inspect("--samples", "--json")
-    assert code == 1
-    assert json.loads(out)["audit"] == {"passed": False, "problems": [sentence]}
-    assert [step["samples"] is None for step in json.loads(out)["steps"]] == [step == 4 for step in range(9)]
+    shown = json.loads(inspect(run, "--samples", "--json", code=1))
+    assert shown["audit"] == {"passed": False, "problems": [sentence]}
+    assert [step["samples"] is None for step in shown["steps"]] == [step == 4 for step in range(9)]
 
 
-def test_a_hole_in_the_ledger_is_caught(run: Path, inspect: Inspect) -> None:
+def test_a_hole_in_the_ledger_is_caught(run: Path) -> None:
     write_ledger(run, plan_steps(4, shuffled))
     with open(run / "ledger.bin", "r+b") as file:
         file.seek(2 * RECORD.size)
         file.write(bytes(RECORD.size))
     problem = "step 2: the ledger has no record of it, ledger.bin was truncated"
-    assert inspect("--samples")[1].endswith(f"audit failed:\n  {problem}\n"), "and its samples are not reported"
+    out = inspect(run, "--samples", code=1)
+    assert out.endswith(f"audit failed:\n  {problem}\n"), "and its samples are not reported"
 
 
-def test_a_ledger_that_ends_before_its_run(run: Path, inspect: Inspect) -> None:
+def test_a_ledger_that_ends_before_its_run(run: Path) -> None:
     write_ledger(run, plan_steps(4, shuffled))
     os.truncate(run / "ledger.bin", 2 * RECORD.size + 5)
-    assert inspect("--samples")[1].endswith("\naudit passed: epoch 0 is incomplete, no sample twice\n")
+    assert inspect(run, "--samples").endswith("\naudit passed: epoch 0 is incomplete, no sample twice\n")
     (run / "status.json").write_text(json.dumps({"status": "done", "steps": 4}))
-    code, out = inspect("--samples")
-    assert code == 1
+    out = inspect(run, "--samples", code=1)
     assert out.endswith("audit failed:\n  steps 2 to 3: the ledger has no record of them, ledger.bin was truncated\n")
 
 
-def test_many_problems_are_cut_short(run: Path, inspect: Inspect) -> None:
+def test_many_problems_are_cut_short(run: Path) -> None:
     write_ledger(run, plan_steps(20, lambda epoch: np.arange(21)))
-    assert inspect("--samples")[1].endswith("\n  and 10 more\n")
+    assert inspect(run, "--samples", code=1).endswith("\n  and 10 more\n")
 
 
-def test_a_missing_order(run: Path) -> None:
+def test_a_missing_order(run: Path, capsys: Any) -> None:
     write_run(run, sampler="given", epoch_length=3)
     write_ledger(run, plan_steps(2, shuffled))
-    assert_refused(r"epoch 0 cannot be read from .*epoch-00000000.npy .*", run_inspect, run, "--samples")
+    said = refuse("inspect", run, "--samples")
+    assert re.search("epoch 0 cannot be read from .*epoch-00000000.npy ", said)
     keep_order(run, 0, np.array([object()], dtype=object))
-    assert_refused("cannot be read", run_inspect, run, "--samples")
+    assert "cannot be read" in refuse("inspect", run, "--samples")
     keep_order(run, 0, np.arange(3))
-    assert_refused("order of epoch 1 cannot be read", run_inspect, run, "--samples")
+    inspect(run, "--samples", code=2)
+    assert "order of epoch 1 cannot be read" in capsys.readouterr().err

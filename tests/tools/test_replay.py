@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import check, clean_variables, read_facts, samestep_command
+from support.runs import ask, check, clean_variables, read_facts, samestep_command
 
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.logs import read_records
@@ -72,14 +72,8 @@ def list_files(run: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
 
 
-def link(path: Path) -> None:
-    path.symlink_to("/etc/passwd")
-
-
 def read_samples(home: Path, step: int) -> list[int]:
-    printed = samestep_command("inspect", "run", "--samples", "--json", cwd=home).stdout
-    samples: list[int] = json.loads(printed)["steps"][step]["samples"]
-    return samples
+    return json.loads(ask("inspect", home / "run", "--samples", "--json"))["steps"][step]["samples"]
 
 
 def test_a_step_after_a_snapshot(home: Path) -> None:
@@ -114,7 +108,10 @@ def test_a_step_of_a_sharded_run(tmp_path: Path) -> None:
     assert "micro-batch 3 of 4: 4 samples" in replay(tmp_path, "--step", 10, "--micro-batch", 3, "train.py")
 
 
-@pytest.mark.parametrize(("plant", "said"), [(os.mkfifo, "is not a regular file"), (link, "is a symbolic link")])
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [(os.mkfifo, "is not a regular file"), (lambda path: path.symlink_to("/etc/passwd"), "is a symbolic link")],
+)
 def test_a_hostile_run(home: Path, tmp_path: Path, plant: Callable[[Path], object], said: str) -> None:
     """It is refused in one sentence, and links and devices in it are not read."""
     shutil.copytree(home / "run", tmp_path / "run")
@@ -205,19 +202,9 @@ def test_what_was_compared_in_words() -> None:
     assert compare_bits([last], {}) == ("no bits were compared: the run's ledger has none of these steps", True)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--step", "13", "train.py"], "the ledger of run has steps 0 to 11: there is no step 13"),
-        (["--step", "12", "train.py"], "the ledger of run has steps 0 to 11: there is no step 12"),
-        (["train.py"], "replay needs the step: --step S, counted from 0"),
-        (["--step", "3", "--micro-batch", "-1", "train.py"], "--micro-batch"),
-        (["--step", "3", "missing.py"], "there is no script missing.py"),
-    ],
-)
-def test_what_is_refused_at_once(home: Path, words: list[str], message: str) -> None:
-    out = replay(home, *words, code=2)
-    assert out.startswith(f"samestep: error: {message}")
+def test_a_step_after_the_last_one_is_refused_at_once(home: Path) -> None:
+    said = "samestep: error: the ledger of run has steps 0 to 11: there is no step 12"
+    assert replay(home, "--step", 12, "train.py", code=2).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +225,6 @@ def test_the_step_in_which_a_run_failed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     failed = check(samestep_command("launch", "train.py", "0.01", "20", "6", cwd=tmp_path), 2)
     found = re.search(r"the loss of step (\d+) is (?:nan|inf) in micro-batch (\d)", failed.stderr)
-    assert found is not None, failed.stderr
     command = ("train.py", "0.01", "20", "6")
     refused = replay(tmp_path, "--step", found[1], *command, code=2)
     assert refused.rstrip().endswith(f"; --micro-batch {found[2]} describes it [SS710]")

@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.runs import ask, refuse
 from support.tiny import Pairs, tiny_run
 
-from samestep.errors import Error
-from samestep.tools.report import COLOURS, decimate, read_run_data, run_report
+from samestep.tools.report import COLOURS, decimate, read_run_data
 from samestep.world.environment import read_host
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>"
@@ -41,7 +41,7 @@ def write_run(run: Path, *, record: Any = (), status: Any = (), **files: list[di
 def report(*runs: Path) -> str:
     """Return the page, which is beside the first run."""
     page = runs[0].with_name("out.html")
-    assert run_report([*map(str, runs), "-o", str(page)]) == 0
+    ask("report", *runs, "-o", page)
     return page.read_text()
 
 
@@ -170,8 +170,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: l
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     (tmp_path / "report.html").write_text("kept")
-    with pytest.raises(Error, match=re.escape(sentence)):
-        run_report(arguments)
+    assert sentence in refuse("report", *arguments)
     assert (tmp_path / "report.html").read_text() == "kept"
 
 
