@@ -5,20 +5,25 @@ import inspect
 import io
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 from reference import INTERNAL, build_options, build_reference
 from support.commands import run_line
+from support.runs import refuse
 
 import samestep
+from samestep.world.environment import SECRET, START_AGAIN
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
@@ -194,31 +199,26 @@ def test_the_generated_pages_are_those_of_the_source() -> None:
         assert (DOCS / page).read_text() == text, "run python tests/reference.py"
 
 
-def list_public() -> Iterator[tuple[str, Any]]:
-    """All public objects and the public methods of public classes, by name."""
-    for name in samestep.__all__:
-        thing = getattr(samestep, name)
-        yield name, thing
-        if inspect.isclass(thing):
-            for method, function in vars(thing).items():
-                if not method.startswith("_") and (inspect.isfunction(function) or isinstance(function, property)):
-                    yield f"{name}.{method}", function
+def read_docstrings(module: str) -> dict[str, str]:
+    """Those of all public objects of a module, and of the public methods of samestep's classes, by name."""
+    public = import_module(module)
+    things = {name: getattr(public, name) for name in public.__all__ if name != "__version__"}
+    for name, thing in [*things.items()] if public is samestep else ():
+        for method, member in vars(thing).items() if inspect.isclass(thing) else ():
+            is_public = not method.startswith("_") and method not in INTERNAL.get(name, ())
+            if is_public and (inspect.isfunction(member) or isinstance(member, property)):
+                things[f"{name}.{method}"] = member
+    return {name: doc for name, thing in things.items() if (doc := inspect.getdoc(thing))}
 
 
-DOCSTRINGS = {
-    name: doc
-    for name, thing in list_public()
-    if name.partition(".")[2] not in INTERNAL.get(name.partition(".")[0], ())
-    if (doc := inspect.getdoc(thing)) and name != "__version__"
-}
-EXAMPLES = {name: doc.partition("Example::")[2] for name, doc in DOCSTRINGS.items() if "Example::" in doc}
-
-
-@pytest.mark.parametrize("name", DOCSTRINGS.keys() - EXAMPLES.keys())
-def test_docstrings_without_an_example_refer_to_one(name: str) -> None:
-    reference = re.search(r"Example: see `([\w.]+)`\.$", DOCSTRINGS[name])
-    assert reference, f"the docstring of {name} has no Example::"
-    assert re.search(rf"\b{name.rpartition('.')[2]}\b", EXAMPLES[reference[1]]), f"the example does not use {name}"
+def find_examples(docstrings: dict[str, str]) -> dict[str, str]:
+    """The examples, by name. A docstring without one must refer to one, which must use its name."""
+    examples = {name: doc.partition("Example::")[2] for name, doc in docstrings.items() if "Example::" in doc}
+    for name in docstrings.keys() - examples.keys():
+        reference = re.search(r"Example: see `([\w.]+)`\.$", docstrings[name])
+        assert reference, f"the docstring of {name} has no Example::"
+        assert re.search(rf"\b{name.rpartition('.')[2]}\b", examples[reference[1]]), f"the example does not use {name}"
+    return examples
 
 
 class Checker(doctest.OutputChecker):
@@ -240,29 +240,16 @@ def run_examples(docstrings: dict[str, str], directory: Path) -> str:
     return report.getvalue()
 
 
-def test_examples_of_docstrings(tmp_path: Path) -> None:
-    assert samestep.spawn(run_examples, 1, ({k: v for k, v in EXAMPLES.items() if k != "spawn"}, tmp_path)) == ""
-
-
-@pytest.mark.parametrize("module", ["sources", "adapters.lightning", "adapters.transformers"])
-def test_examples_of_packages(module: str, tmp_path: Path) -> None:
-    package, _, library = module.partition(".")
-    if package == "adapters" and not find_spec(library):
+@pytest.mark.parametrize("module", ["", ".sources", ".adapters.lightning", ".adapters.transformers"])
+def test_examples_of_docstrings(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of `spawn` in this process, which has a fork server; a rank would start another one."""
+    library = module.partition(".adapters.")[2]
+    if library and not find_spec(library):
         pytest.skip(f"{library} is not installed: make test-adapters runs this")
-    public = import_module(f"samestep.{module}")
-    docs = {name: inspect.getdoc(getattr(public, name)) for name in public.__all__}
-    examples = {name: doc.partition("Example::")[2] for name, doc in docs.items() if "Example::" in doc}
-    for name in {*docs} - {*examples}:
-        reference = re.search(r"Example: see `(\w+)`", docs[name])
-        assert reference, f"the docstring of {name} has no example"
-        assert re.search(rf"\b{name}\b", examples[reference[1]]), f"the example does not use {name}"
-    assert samestep.spawn(run_examples, 1, (examples, tmp_path)) == ""
-
-
-def test_the_example_of_spawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, which has a fork server; a rank would start another one."""
+    examples = find_examples(read_docstrings(f"samestep{module}"))
+    here = {name: examples.pop(name) for name in ("spawn",) if name in examples}
     monkeypatch.chdir(tmp_path)
-    assert run_examples({"spawn": EXAMPLES["spawn"]}, tmp_path) == ""
+    assert samestep.spawn(run_examples, 1, (examples, tmp_path)) == run_examples(here, tmp_path) == ""
 
 
 def test_links_lead_somewhere() -> None:
@@ -283,3 +270,37 @@ def test_names_in_the_guide_for_contributors_exist() -> None:
     source = "".join(path.read_text() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py"))
     names = re.findall(r"`(?:\w+\.)*([A-Z]\w+|[a-z]+_\w+)[`(]", (ROOT / "CONTRIBUTING.md").read_text())
     assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
+
+
+def test_the_script_that_uses_the_whole_public_api_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, whose fork server its `samestep.spawn` uses."""
+    script = str(ROOT / "tests" / "scripts" / "typed.py")
+    monkeypatch.setattr(sys, "argv", [script, str(tmp_path / "run")])
+    runpy.run_path(script, run_name="__main__")
+    lines = capfd.readouterr().out.splitlines()
+    for line in ("run starts at step 0", "0 2 2 ['error', 'loss', 'norm', 'size']", str(tmp_path / "run"), "done"):
+        assert line in lines, lines
+    assert lines[-1].startswith("loss ")
+
+
+def test_launch_accepts_the_command_of_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but its script, which is in the image: launch says that there is none here."""
+    (block,) = find_blocks(DOCS / "kubernetes.md", "yaml")
+    manifest = yaml.safe_load(block)
+    (group,) = manifest["spec"]["replicatedJobs"]
+    pods = group["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    words = shlex.split(container["command"][2].partition("exec samestep ")[2].replace("\\\n", ""))
+    values = dict(pairwise(words))
+    assert int(values["--nnodes"]) == pods["completions"] == pods["parallelism"]
+    assert int(values["--nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert values["--node-rank"] == "$JOB_COMPLETION_INDEX", "which Kubernetes sets in each pod"
+    assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"] == {"operator": "In", "values": [START_AGAIN]}
+    (variable,) = container["env"]
+    monkeypatch.setenv(variable["name"], "the pods' secret")
+    assert variable["name"] == SECRET
+    monkeypatch.chdir(tmp_path)
+    replaced = {values["--rdzv-endpoint"]: "127.0.0.1:29400", values["--node-rank"]: "0"}  # what only the cluster knows
+    assert "there is no script train.py" in refuse(*(replaced.get(word, word) for word in words))

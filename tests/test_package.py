@@ -1,6 +1,7 @@
-"""The wheel and the source distribution: built without warnings, and working in an environment of their own."""
+"""The wheel, the source distribution and the image are built without warnings, and work."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -84,3 +85,19 @@ def test_all_files_name_one_version() -> None:
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert cited[1] == newest[1] == samestep.__version__
     assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]
+
+
+# --- the image to train in --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_image_runs() -> None:
+    if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True).returncode:
+        pytest.skip("no Docker engine")
+    subprocess.run(["docker", "build", "-q", "-t", "samestep-test", ROOT], check=True)
+    done = subprocess.run(["docker", "run", "--rm", "samestep-test", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("samestep "), done.stderr
+    command = ["docker", "run", "--rm", "--entrypoint", "id", "samestep-test", "-u"]
+    user = subprocess.run(command, capture_output=True, text=True).stdout
+    assert int(user) > 0, "it runs as root"

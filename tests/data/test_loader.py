@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,15 @@ from support.commands import Popen
 from support.waiting import DEADLINE_S
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from samestep.data.loader import Loaded, Loader, locate_error, seed_all, to_device
 from samestep.data.spec import read_data_arguments
@@ -456,3 +464,62 @@ def test_workers_end_although_one_held_a_lock(is_killed: bool) -> None:
             process.join()
     loader.close()
     assert not multiprocessing.active_children()
+
+
+# --- what is accepted as a data set -----------------------------------------------------------------------------------
+
+
+NUMBERS = TensorDataset(torch.arange(10))
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.repeat(torch.zeros(3))
+
+
+class OwnLoader(DataLoader[Tensor]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter([])
+
+
+def collate(samples: list[object]) -> list[object]:
+    return samples
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_loader_is_understood(shuffle: bool) -> None:
+    loader = DataLoader(
+        NUMBERS,
+        batch_size=4,
+        shuffle=shuffle,
+        num_workers=2,
+        prefetch_factor=3,
+        drop_last=True,
+        timeout=9,
+        collate_fn=collate,
+    )
+    spec = read_data_arguments(loader, sizes=(4, 8))
+    assert spec.dataset is NUMBERS
+    assert spec.collate_fn is collate
+    assert (spec.shuffle, spec.drop_last) == (shuffle, True)
+    assert (spec.num_workers, spec.prefetch_factor, spec.timeout_s) == (2, 3, 9)
+    assert spec.micro_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 2, 0)), "own sampler, a DistributedSampler, but"),
+        (DataLoader(NUMBERS, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandomSampler.*sampler=f"),
+        (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, replacement=True)), "own sampler, a RandomSampler"),
+        (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, num_samples=5)), "own sampler, a RandomSampler"),
+        (DataLoader(NUMBERS, sampler=[3, 1, 2]), "own sampler, a list"),
+        (DataLoader(NUMBERS, batch_size=None), "batch_size=None"),
+        (DataLoader(NUMBERS, batch_sampler=[[1, 2], [3]]), "batch_sampler"),
+        (DataLoader(Endless()), "Endless is a stream without indexing"),
+        (OwnLoader(NUMBERS), "its own iteration"),
+    ],
+)
+def test_data_loaders_that_a_run_cannot_honour(loader: DataLoader[Tensor], said: str) -> None:
+    with pytest.raises(Error, match=said):
+        read_data_arguments(loader)

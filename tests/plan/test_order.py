@@ -1,5 +1,7 @@
 """Orders are uniformly distributed permutations, and can start at any position."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,12 +9,14 @@ from hypothesis import strategies as st
 
 from samestep.errors import Error
 from samestep.plan.order import (
+    PURPOSES,
     WINDOW_SHARDS,
     FeistelOrder,
     Order,
     ShardedOrder,
     build_order,
     check_order,
+    derive,
     sort_hashes,
 )
 
@@ -117,3 +121,13 @@ def test_the_indices_of_a_sampler_are_copied() -> None:
 def test_equal_hashes_keep_the_order_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samestep.plan.order._draw_hashes", lambda key, count: np.arange(count, dtype=np.uint64) % 3)
     assert whole(sort_hashes(1000, 0)).tolist() == [*range(0, 1000, 3), *range(1, 1000, 3), *range(2, 1000, 3)]
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def test_places_and_purposes_differ() -> None:
+    places = itertools.product((0, 1, 2, 10**12), PURPOSES, range(3), range(3), range(9))
+    seeds = [derive(seed, purpose, step=s, pass_=p, micro_batch=v) for seed, purpose, s, p, v in places]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
