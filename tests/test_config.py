@@ -1,6 +1,7 @@
 """The declaration of the options, and intervals."""
 
 import inspect
+import os
 from typing import Any, get_type_hints
 
 import pytest
@@ -60,11 +61,12 @@ def test_no_interceptor_of_an_option_is_installed_beside_a_tool() -> None:
     assert all(not OPTIONS[name].check(name, value) for name, value in NO_INTERCEPTORS.items())
 
 
-def test_options_travel_as_variables() -> None:
+def test_options_travel_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     samples: dict[type, Any] = {str: "x", int: 7, bool: True}
     given = {name: samples[option.type] for name, option in OPTIONS.items()}
     variables = to_variables(given)
     assert set(variables) == {f"SAMESTEP_{name.upper()}" for name in OPTIONS}
-    assert read_overrides(variables) == given
-    assert to_variables({"seed": None}) == read_overrides({}) == {}
+    monkeypatch.setattr(os, "environ", variables)
+    assert read_overrides() == given
+    assert to_variables({"seed": None}) == {}
     assert set(get_type_hints(RunConfig)) == set(OPTIONS)

@@ -49,7 +49,7 @@ def run_pass(buffers: Buffers, n: int, forward: Callable[[int], object]) -> None
 
 
 def build_buffers(model: nn.Module) -> Buffers:
-    return Buffers({"model": model}, open_group(read_environment({}), torch.device("cpu")))
+    return Buffers({"model": model}, open_group(read_environment(), torch.device("cpu")))
 
 
 def draw(v: int) -> Tensor:

@@ -48,7 +48,7 @@ def test_a_signal_that_interrupts_a_print() -> None:
     def say(sentence: str) -> None:
         raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
 
-    signals = StopSignals(dataclasses.replace(read_environment({}), launcher="samestep"), say, is_on=True)
+    signals = StopSignals(dataclasses.replace(read_environment(), launcher="samestep"), say, is_on=True)
     signal.raise_signal(signal.SIGTERM)
     assert signals.heard == signal.SIGTERM
 
@@ -59,7 +59,7 @@ def test_a_second_signal(monkeypatch: pytest.MonkeyPatch, launcher: str, ends: b
     """It ends plain python at once. A launcher kills its ranks, and may send them a signal twice, also later."""
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
-    environment = dataclasses.replace(read_environment({}), launcher=launcher)
+    environment = dataclasses.replace(read_environment(), launcher=launcher)
     signals = StopSignals(environment, lambda sentence: None, is_on=True)
     for count in range(2):
         signal.raise_signal(signal.SIGTERM)

@@ -82,12 +82,14 @@ def test_the_place_of_a_rank(given: Mapping[str, str], rank: tuple[int, ...], la
 
 @pytest.mark.parametrize("restart", [Restart("rank 3 was killed by SIGKILL", 3), Restart('a node "b" was lost')])
 def test_why_it_was_started_again(restart: Restart) -> None:
-    assert read_environment({**TORCHRUN, RESTART: json.dumps(asdict(restart))}).restart == restart
+    os.environ.update({**TORCHRUN, RESTART: json.dumps(asdict(restart))})
+    assert read_environment().restart == restart
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("0", False), ("no", False), ("", False)])
 def test_switches(text: str, value: bool) -> None:
-    assert read_overrides({"SAMESTEP_FRESH": text})["fresh"] is value
+    os.environ["SAMESTEP_FRESH"] = text
+    assert read_overrides()["fresh"] is value
 
 
 def test_ranks_of_one_launch_choose_one_port() -> None:

@@ -129,17 +129,16 @@ class Environment:
     run_number: int = 0
 
 
-def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
+def read_overrides() -> Overrides:
     """Return the options that are set as SAMESTEP_* variables.
 
     Raises Error if a value is invalid, or the name of an unknown variable is close to that of an option.
     """
-    variables = os.environ if variables is None else variables
     known = {PREFIX + name.upper(): name for name in OPTIONS}
-    for name in sorted(set(variables).difference(known, _INTERNAL)):
+    for name in sorted(set(os.environ).difference(known, _INTERNAL)):
         if name.startswith(PREFIX) and (near := get_close_matches(name, known, 1, 0.9)):
             raise InvalidValue(f"there is no variable {name}; did you mean {near[0]}?", code="SS105")
-    return {name: OPTIONS[name].parse(each, variables[each]) for each, name in known.items() if each in variables}
+    return {name: OPTIONS[name].parse(each, os.environ[each]) for each, name in known.items() if each in os.environ}
 
 
 def advise(**options: Any) -> str:
@@ -183,18 +182,17 @@ def has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+def read_environment() -> Environment:
     """Read the environment. Under srun and mpirun, this sets the variables of a rank, because torch reads them, too.
 
     Raises Error if the variables of a rank are incomplete or invalid.
     """
-    if variables is None:
-        names = None if "RANK" in os.environ else find_names(os.environ)
-        if names is not None:
-            os.environ.update(translate_variables(os.environ, names))
-        if names is SLURM:
-            os.environ[SRUN] = "1"
-        variables = os.environ
+    variables = os.environ
+    names = None if "RANK" in variables else find_names(variables)
+    if names is not None:
+        variables.update(translate_variables(variables, names))
+    if names is SLURM:
+        variables[SRUN] = "1"
 
     def number(name: str, default: int) -> int:
         text = variables.get(name)
@@ -233,7 +231,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_world_size=number("LOCAL_WORLD_SIZE", world_size),
         launcher=launcher,
         restart=Restart(**json.loads(variables[RESTART])) if RESTART in variables else None,
-        overrides=read_overrides(variables),
+        overrides=read_overrides(),
         interceptor=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
         heals=HEAL in variables,
