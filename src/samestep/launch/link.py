@@ -6,6 +6,7 @@ that are named by both processes and numbered, so that those of an earlier start
 """
 
 import hmac
+import math
 import secrets
 import socket
 import threading
@@ -241,14 +242,10 @@ class Link(threading.Thread):
         own: the number of this node.
         others: those of the others: node 0 has links to all, and each of them to node 0.
         open_store: opens the store, or a connection to it; called in the thread.
-
-    Attributes:
-        is_open: whether the store has answered.
     """
 
     def __init__(self, own: int, others: Sequence[int], secret: str, open_store: Callable[[], Any]) -> None:
         super().__init__(name="samestep link", daemon=True)
-        self.is_open = False
         self._own = own
         self._secret = secret
         self._open_store = open_store
@@ -256,7 +253,7 @@ class Link(threading.Thread):
         self._count = 0
         self._inbox = deque[tuple[int, Message]]()
         self._peers = {node: Peer() for node in others}
-        self._alive_s = time.monotonic()
+        self._alive_s = math.inf  # when the store last answered
         self._is_closing = threading.Event()
 
     def send(self, node: int, message: Message) -> None:
@@ -266,7 +263,7 @@ class Link(threading.Thread):
     def receive(self) -> list[tuple[int, Message]]:
         """Return the messages that have arrived, each with its node; `Lost` for a node that no longer answers."""
         found = [self._inbox.popleft() for _ in range(len(self._inbox))]
-        if self.is_open and time.monotonic() > self._alive_s + LOST_S:  # the store does not answer
+        if time.monotonic() > self._alive_s + LOST_S:  # the store no longer answers
             found += [(node, Lost()) for node in self._peers]
         return found
 
@@ -294,9 +291,8 @@ class Link(threading.Thread):
                 self._work(entries)
         # The store has closed, or cannot be reached, or the other node has another version of samestep.
         except (RuntimeError, OSError, ValueError):
-            for node, peer in self._peers.items():
-                if self.is_open:
-                    self._lose(node, peer)
+            for node, peer in self._peers.items() if self._alive_s < math.inf else ():
+                self._lose(node, peer)
 
     def _work(self, entries: SignedEntries) -> None:
         self._count += 1
@@ -305,7 +301,6 @@ class Link(threading.Thread):
             if peer.state is not PeerState.LOST:
                 self._exchange(entries, node, peer)
         self._alive_s = time.monotonic()
-        self.is_open = True
 
     def _exchange(self, entries: SignedEntries, node: int, peer: Peer) -> None:
         beat = entries.get(f"node/{node}", tuple[str, int])

@@ -50,7 +50,6 @@ class AppendLog:
         self._pending = bytearray()
         self._flushed_at = monotonic()
         self.path = path
-        self._size = os.fstat(self._file).st_size
         if is_new:
             sync_directory(path.parent)
 
@@ -78,10 +77,9 @@ class AppendLog:
         while self._pending:
             # A full disk can cut a write short. The rest stays pending, so that no record is torn or written twice.
             num_written = os.write(self._file, self._pending)
-            self._size += num_written
             del self._pending[:num_written]
         self._flushed_at = monotonic()
-        return self._size
+        return os.fstat(self._file).st_size
 
     def sync(self) -> None:
         """Wait until the written records are on the disk. Another thread may append meanwhile. Raises OSError."""
@@ -95,19 +93,16 @@ class AppendLog:
         is_whole = self.flush() >= size
         if is_whole or self._record_bytes:
             os.ftruncate(self._file, size)
-            self._size = size
             os.fsync(self._file)
         return is_whole
 
     def close(self) -> None:
-        """Write pending records and close the file. A second call does nothing."""
-        if self._file < 0:
-            return
+        """Write pending records and close the file."""
         try:
             self.flush()
         finally:
             os.close(self._file)
-            self._file = -1
+            self._file = -1  # another thread may sync it once more
 
 
 class StepRecords:
@@ -261,5 +256,4 @@ def read_records(ledger: Path, *, first: int = 0) -> Iterator[Entry]:
     with open(ledger, "rb", opener=open_regular) as file:
         file.seek(first * RECORD.size)
         while len(data := file.read(NUM_READ * RECORD.size)) >= RECORD.size:
-            whole = data[: len(data) // RECORD.size * RECORD.size]
-            yield from starmap(Entry, RECORD.iter_unpack(whole))
+            yield from starmap(Entry, RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size]))

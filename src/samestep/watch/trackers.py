@@ -205,7 +205,6 @@ class _Delivery:
         self._tracker = tracker
         self._calls: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()  # and the bytes of their rows
         self._put_bytes = self._taken_bytes = 0  # each is counted by one thread
-        self._num_calls = 0
         self._thread = threading.Thread(target=self._deliver, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -225,9 +224,9 @@ class _Delivery:
 
     def join(self) -> None:
         """Wait for the thread, as long as its calls return."""
-        num_calls = -1
-        while self._thread.is_alive() and self._num_calls != num_calls:
-            num_calls = self._num_calls
+        num_left = -1
+        while self._thread.is_alive() and self._calls.qsize() != num_left:
+            num_left = self._calls.qsize()
             self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
             self.failure = f"it did not return within {PATIENCE_S:.0f} s at the end"
@@ -239,7 +238,6 @@ class _Delivery:
                 call()
             except Exception as error:  # no failure of a tracker ends the run
                 self.failure = _describe(error)
-            self._num_calls += 1
             self._taken_bytes += num_bytes
 
 
