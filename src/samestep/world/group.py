@@ -110,7 +110,8 @@ class Group(Transport, Held):
         return 0 if self._membership is None else self._membership.generation
 
     @property
-    def can_heal(self) -> bool:  # type: ignore[override]  # an attribute without it
+    def can_heal(self) -> bool:
+        """Whether the other ranks continue if one dies."""
         return self._healing is not None
 
     @property

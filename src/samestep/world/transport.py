@@ -49,10 +49,7 @@ class Transport:
         local_sockets: sockets to the other ranks if all run on one host, else None.
         is_on_one_host: whether all ranks ran on one host at the start.
         waiter: waits for large messages; None if a rank cannot continue after a death of another one.
-        can_heal: whether the other ranks continue if one dies.
     """
-
-    can_heal = False
 
     def __init__(self, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> None:
         self.rank = rank
@@ -66,7 +63,7 @@ class Transport:
 
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. `on_device`: as for `Group.confirm`."""
-        return collective()
+        raise NotImplementedError
 
     def wait_for(self, messages: Sequence[Transfer]) -> None:
         """Wait for messages. If a rank has died, the beginning of one does not end the wait.
@@ -103,8 +100,6 @@ class Transport:
         return self.complete(lambda: self._gather_bytes(data))
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        if self.world_size == 1:
-            return [data]
         sizes = self._gather_number_now(len(data))
         row = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         return [each.tobytes()[:size] for each, size in zip(self._gather_rows(row), sizes, strict=True)]
@@ -215,13 +210,11 @@ class Transport:
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
-        if self.world_size == 1:
-            return
         self.complete(lambda: self._broadcast_tensors_now(tensors, source), on_device=True)
 
     def _broadcast_tensors_now(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        if self.world_size == 1:  # all other ranks have died
+        if self.world_size == 1:  # perhaps because all other ranks have died
             return
         with torch.no_grad():
             for tensor in tensors:
