@@ -88,17 +88,16 @@ def copy_file(source: "os.PathLike[str] | str", target: "os.PathLike[str] | str"
             raise OSError(error.errno, error.strerror, error.filename or os.fspath(target)) from None
 
 
-def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False, by_many: bool = False) -> None:
+def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False) -> None:
     """Replace a file atomically, or create it.
 
     Args:
         sync: whether to wait until the content and the name are on the disk.
-        by_many: as in `replacing`.
 
     Raises:
         OSError: it could not be written; the old file is unchanged.
     """
-    with replacing(path, sync=sync, by_many=by_many) as partial, open(partial, "xb", opener=open_regular) as file:
+    with replacing(path, sync=sync) as partial, open(partial, "xb", opener=open_regular) as file:
         file.write(content)
 
 

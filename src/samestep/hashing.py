@@ -35,18 +35,15 @@ def hash_chunks(chunks: Iterable[bytes | memoryview]) -> str:
     return sha.hexdigest()
 
 
-def hash_short(data: bytes | memoryview, purpose: bytes = b"") -> int:
+def hash_short(data: bytes | memoryview) -> int:
     """Return 64 bits of BLAKE2b, for identities that are compared often or packed into few bytes. Takes about 1 us.
-
-    Args:
-        purpose: at most 16 bytes; equal data have unrelated hashes for different purposes.
 
     Example::
 
         >>> hash_short(b"samestep") < 2**64
         True
     """
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=purpose).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def view_bytes(tensor: "Tensor") -> memoryview:
