@@ -29,7 +29,7 @@ from common import count_flops_per_token, describe_machine, look_up_peak, print_
 from ddp_and_fsdp2 import read_arguments
 
 import samestep
-from samestep.console import format_count, format_ranks
+from samestep.console import format_count
 from samestep.processes import running
 from samestep.recipes.gpt import GPT2
 from samestep.snapshot.logs import count_records
@@ -353,7 +353,7 @@ def run_group(machine: Machine, group: Group, world_sizes: Sequence[int]) -> lis
 
 
 def describe(row: Row) -> str:
-    what = f"{row.group}, {format_ranks(row.ranks)} {row.run}".rstrip()
+    what = f"{row.group}, {format_count(row.ranks, 'rank')} {row.run}".rstrip()
     return f"{what}: {row.note or row.digest or 'done'}"
 
 

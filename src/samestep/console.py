@@ -23,7 +23,6 @@ _terminal = 2  # the launcher's standard error; without a launcher, that of this
 COLOURS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[1;31m"}
 _CLEAR_LINE = "\r\x1b[2K"
 
-_HIDDEN = "(hidden)"
 _SECRET = re.compile(
     r"token|.*(access|api|auth|bearer|bot|github|hf|hub|refresh|session|wandb)[_-]?token"
     r"|.*(password|passwd|passphrase|secret|credentials?)|.*(access|api|auth|private|secret)[_-]?key(_id)?",
@@ -200,7 +199,7 @@ def hide_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         hidden = [hide_secrets(inner, name) for inner in value]
         return hidden if isinstance(value, list) else tuple(hidden)
-    return _HIDDEN if isinstance(value, str | bytes) and value and _SECRET.fullmatch(name) else value
+    return "(hidden)" if isinstance(value, str | bytes) and value and _SECRET.fullmatch(name) else value
 
 
 # --- numbers in words ------------------------------------------------------------------------------------------------
@@ -242,11 +241,6 @@ def format_age(time: str | None) -> str:
 def format_count(number: float, what: str) -> str:
     """Format a number of things, such as "2 ranks"."""
     return f"{number:g} {what}{'s' if number != 1 else ''}"
-
-
-def format_ranks(number: int) -> str:
-    """Return "1 rank" or "2 ranks"."""
-    return format_count(number, "rank")
 
 
 def _round(number: float) -> str:

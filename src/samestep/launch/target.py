@@ -125,7 +125,7 @@ class ScriptCommand(Command):
         super().__init__(name, callback=callback, **{**settings, "params": params})
         self._run = callback
         self._words = words
-        self.context_settings = {**self.context_settings, "allow_extra_args": True, "allow_interspersed_args": False}
+        self.context_settings.update(allow_extra_args=True, allow_interspersed_args=False)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options, the word and the target, and keep them in `ctx.obj`, for `invoke`."""

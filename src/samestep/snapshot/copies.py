@@ -37,7 +37,6 @@ CHUNK_BYTES = 16 << 20
 
 # Calls a function on writers with their directory. Returns the results on every rank. Raises Error.
 Each = Callable[[Callable[[RunDirectory], Any], Sequence[int]], list[Any]]
-_TOKEN = ".samestep-node-"
 
 
 def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
@@ -54,9 +53,10 @@ def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
     token = _create_token(path) if group.rank in firsts else None
     try:
         names = group.gather(None if token is None else token.name)
-        directories = (path, *path.parents)
         shared = [
-            rank for rank in firsts if names[rank] and any(os.path.exists(each / names[rank]) for each in directories)
+            rank
+            for rank in firsts
+            if names[rank] and any(os.path.exists(each / names[rank]) for each in (path, *path.parents))
         ]
         writers = group.gather(min(shared, default=group.rank))
     finally:
@@ -74,7 +74,7 @@ def _create_token(path: Path) -> Path | None:
     with suppress(OSError):
         for directory in (path, *path.parents):
             if directory.is_dir():
-                token = directory / f"{_TOKEN}{secrets.token_hex(8)}"
+                token = directory / f".samestep-node-{secrets.token_hex(8)}"
                 token.touch(exist_ok=False)
                 return token
     return None

@@ -311,8 +311,7 @@ class Location:
         if self.path is None:
             return []
         store = Store(self.path)
-        rank = self.group.rank if self.is_divided else 0
-        return [store.prepare(draft, tensors, rank) for draft in order.drafts]
+        return [store.prepare(draft, tensors, self.group.rank if self.is_divided else 0) for draft in order.drafts]
 
     def commit(self, order: SnapshotOrder, parts: Sequence[Extents]) -> None:
         """Complete the snapshots of an order that all ranks have prepared, and remove old ones, in any thread.

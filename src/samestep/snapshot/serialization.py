@@ -102,8 +102,7 @@ def digest(state: Any) -> str:
 
 def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
     """Return the `digest` of an encoded state, from the sha256 of each tensor's bytes."""
-    text = json.dumps(_canonical(structure, hashes), sort_keys=True, separators=(",", ":"))
-    return hash_bytes(text.encode())
+    return hash_bytes(json.dumps(_canonical(structure, hashes), sort_keys=True, separators=(",", ":")).encode())
 
 
 def lay_out_tensors(
@@ -371,8 +370,8 @@ class _Encoder:
             raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
         memory = id(tensor) if tensor.is_meta else local.untyped_storage().data_ptr()
         strides = local.stride()
-        layout = tensor.shape, strides, dtype, local.is_conj(), local.is_neg()
-        key = tensor.device, memory, local.storage_offset(), layout
+        offset = local.storage_offset()
+        key = tensor.device, memory, offset, tensor.shape, strides, dtype, local.is_conj(), local.is_neg()
         if key not in self._named:
             name = self._find_name(path)
             self._named[key] = name, local

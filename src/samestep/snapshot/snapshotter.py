@@ -47,7 +47,6 @@ from samestep.snapshot.location import Location
 from samestep.snapshot.manifest import NAME, name_part
 from samestep.snapshot.serialization import encode
 
-_NICER = 10
 _POLL_S = 0.05
 
 
@@ -173,7 +172,7 @@ def _lower_priority() -> None:
     """Lower this thread's priority (nice +10)."""
     if sys.platform == "linux":  # where each thread has its own priority
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
 
 
 class Snapshotter:

@@ -285,8 +285,7 @@ class Store:
         digest = _check_parts(structure, parts)
         files = {STATE: _write_json(directory / STATE, structure)}
         files |= {name_part(rank): part for rank, part in enumerate(parts)}
-        manifest = build_manifest(step=step, name=name, digest=digest, files=files, meta=meta)
-        _write_json(directory / MANIFEST, manifest)
+        _write_json(directory / MANIFEST, build_manifest(step=step, name=name, digest=digest, files=files, meta=meta))
         self._put(directory, target)
         return target
 

@@ -54,7 +54,6 @@ COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 STORE_ADVICE = "see the output of the other ranks; the port of the endpoint must be open to all hosts"
 
 # of the checks
-DEFAULT_RUN_DIR = "runs"
 CONNECT_S = 3.0
 EXCHANGE_S = 10.0
 TIMEOUT_S = 10.0  # of a collective
@@ -195,7 +194,7 @@ def look_at_run_dir(context: Context) -> dict[str, Any] | None:
     """On the first rank of each node: check the directory as the node sees it. Leaves no files."""
     if is_url(context.run_dir):
         return None
-    wanted = Path(context.run_dir or DEFAULT_RUN_DIR)
+    wanted = Path(context.run_dir or "runs")
     _, writers = find_writers(context.exchange, wanted)  # as a run does it
     if not context.is_leader:
         return None

@@ -39,7 +39,6 @@ from samestep.watch.records import (
     read_status,
 )
 
-BEST = "best"  # the usual name of the snapshot of the best weights
 SHORT = 12  # of a digest's 64 digits
 RUN_COLUMNS = ("name", "status", "steps", "digest", "best", "age", "last metrics")
 SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
@@ -280,7 +279,7 @@ def describe_run(run: Path) -> dict[str, Any]:
         "steps": count_records(run / LEDGER),
         "snapshot": sound[-1].step if sound else None,
         "digest": sound[-1].manifest.get("digest") if sound else None,
-        "best": max((each.step for each in sound if each.name == BEST), default=None),
+        "best": max((each.step for each in sound if each.name == "best"), default=None),  # its usual name
         "time": status.get("time"),
         "metrics": read_last_values(run),
         "measured": status.get("measured"),

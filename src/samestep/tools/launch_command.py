@@ -56,7 +56,6 @@ Trains a recipe: a training script to read and copy. Options may be given in any
 
 Recipes:
 """
-DEFAULT_RECIPE = "digits"
 RANK_FLAGS: dict[str, Option] = {  # of `doctor`
     "json": JSON,
     "run_dir": Option(str, "DIR", "directory for runs, or a URL; default: runs in the working directory"),
@@ -74,8 +73,7 @@ class TrainCommand(ScriptCommand):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        mixed = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-        self.context_settings = {**self.context_settings, **mixed}
+        self.context_settings.update(ignore_unknown_options=True, allow_interspersed_args=True)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options. The other words, without the recipe's name, are the recipe's."""
@@ -88,7 +86,7 @@ class TrainCommand(ScriptCommand):
             *others, last = sorted(find_recipes())
             raise Error(f"there is no recipe {words[0]}: give {', '.join(others)} or {last}", code="SS103")
         usual = [name_option(word) + "".join(word.partition("=")[1:]) if word[:2] == "--" else word for word in words]
-        ctx.obj = (build_recipe_target(named or DEFAULT_RECIPE, usual, values), values)
+        ctx.obj = (build_recipe_target(named or "digits", usual, values), values)
         return []
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from samestep.cli import PATH, Command, json_option, print_json
-from samestep.console import describe_ranks, escape, format_bytes, format_count, format_ranks, show_activity
+from samestep.console import describe_ranks, escape, format_bytes, format_count, show_activity
 from samestep.errors import Error
 from samestep.files import open_regular, replace_file
 from samestep.snapshot.logs import count_records
@@ -35,6 +35,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8
 NUM_BUCKETS = 1000  # of a chart: two points each
 
 Floats = NDArray[np.float64]
+Points = tuple[Floats, Floats]  # of one metric: the steps at which it was logged, in the order of the file; its values
 ByRun = list[tuple[str, list[str], bool]]  # name, value in each run, and whether to mark the row
 
 
@@ -79,14 +80,6 @@ def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
 
 
 # --- what a report shows of a run -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Points:
-    """One metric: its values over the steps at which it was logged, in the order of the file."""
-
-    steps: Floats
-    values: Floats
 
 
 @dataclass(frozen=True)
@@ -160,7 +153,7 @@ def _read_metrics(path: Path) -> dict[str, Points]:
                     with suppress(OverflowError):  # an integer that no float holds
                         values.append(math.nan if value is None else value)
                         steps.append(step)
-    return {name: Points(np.array(steps), np.array(values)) for name, (steps, values) in found.items()}
+    return {name: (np.array(steps), np.array(values)) for name, (steps, values) in found.items()}
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -205,8 +198,8 @@ def _build_summary(runs: Sequence[RunData]) -> ByRun:
             "samples/s": f"{run.measured['samples_per_s']:,.0f}" if "samples_per_s" in run.measured else "",
             "samples": run.audit,
         }
-        for name, points in run.metrics.items():
-            finite = points.values[np.isfinite(points.values)]
+        for name, (_, values) in run.metrics.items():
+            finite = values[np.isfinite(values)]
             if finite.size:
                 facts[name] = f"{finite[-1]:.5g} (lowest {finite.min():.5g}, highest {finite.max():.5g})"
         for name, value in facts.items():
@@ -235,7 +228,7 @@ def _build_charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
         for name, points in run.metrics.items():
             series = charts.setdefault(name.rpartition("/")[2], [])
             colour = COLOURS[(number if len(runs) > 1 else len(series)) % len(COLOURS)]
-            x, y = decimate(points.steps, points.values, NUM_BUCKETS)
+            x, y = decimate(*points, NUM_BUCKETS)
             label = f"{run.name}: {name}" if len(runs) > 1 else name
             # Six significant digits. JSON has no numbers that are not finite.
             values = [float(f"{value:.6g}") if math.isfinite(value) else None for value in y.tolist()]
@@ -249,7 +242,7 @@ def _find_marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         for row in run.restarts:
-            ranks = f" on {format_ranks(row['world_size'])}" if type(row.get("world_size")) is int else ""
+            ranks = f" on {format_count(row['world_size'], 'rank')}" if type(row.get("world_size")) is int else ""
             step = row["from_step"]
             marks.append({"step": step, "kind": "restart", "label": f"{prefix}restart at {step}{ranks}"})
         for row in run.heals:

@@ -16,7 +16,7 @@ import numpy as np
 
 from samestep.cli import JSON, print_json
 from samestep.config import Option, Overrides, Shard, whole
-from samestep.console import format_bytes, format_ranks, format_time, print_table, say, show_activity
+from samestep.console import format_bytes, format_count, format_time, print_table, say, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
@@ -162,10 +162,10 @@ class Starts:
             for size in sizes:
                 if size > 1 and size > measured[1].num_micro_batches:
                     continue
-                show_activity(f"{format_ranks(size)}, start {number + 1} of {repeats} ...")
+                show_activity(f"{format_count(size, 'rank')}, start {number + 1} of {repeats} ...")
                 self._run(measured.setdefault(size, Size(size)))
         show_activity("")
-        most = format_ranks(measured[1].num_micro_batches)
+        most = format_count(measured[1].num_micro_batches, "rank")
         if len(measured) == 1:
             raise Error(
                 f"the micro-batches of a step are work for {most} only, so no sizes can be compared: give "
@@ -191,7 +191,7 @@ class Starts:
         }
         code = run_traced(self.target.to_full_command(size.world_size), directory, INTERCEPTOR, options)
         ranks = [read_lines(directory / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
-        where = f"{self.target.said} on {format_ranks(size.world_size)}"
+        where = f"{self.target.said} on {format_count(size.world_size, 'rank')}"
         if code or not all(ranks):
             output = read_tail(directory / "output").rstrip()
             words = (find_errors(output) or output.splitlines() or ["it printed nothing"])[-1]

@@ -62,8 +62,10 @@ def run_traced(
         options: of the interceptor.
     """
     variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | to_variables({**overrides, **NO_INTERCEPTORS})
-    request = {"interceptor": interceptor, "dir": str(directory), **options}
-    variables |= {"WANDB_MODE": "disabled", TRACE: json.dumps(request)}
+    variables |= {
+        "WANDB_MODE": "disabled",
+        TRACE: json.dumps({"interceptor": interceptor, "dir": str(directory), **options}),
+    }
     return run_to_end(command, variables, directory / "output")
 
 

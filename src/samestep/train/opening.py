@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.console import describe_ranks, format_ranks
+from samestep.console import describe_ranks, format_count
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
 from samestep.data.source import keep_shards
@@ -139,7 +139,7 @@ def _announce(data: LoopData, context: RunContext, prepared: Prepared, *, is_end
         context.say(division)
         return
     before = prepared.point.meta["world_size"]
-    ranks = "" if before == context.world_size else f" (was {format_ranks(before)})"
+    ranks = "" if before == context.world_size else f" (was {format_count(before, 'rank')})"
     context.say(f"{division}; resumed at step {steps_done}{ranks}")
     if not is_ending:
         return

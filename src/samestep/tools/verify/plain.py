@@ -13,7 +13,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 from samestep.cli import print_json
-from samestep.console import format_ranks, print_result, show_activity
+from samestep.console import format_count, print_result, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import Target
@@ -49,7 +49,7 @@ def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[i
     deadline_s: float | None = None
     with open_workdir("verify") as home:
         for size in world_sizes:
-            where = format_ranks(size)
+            where = format_count(size, "rank")
             show_activity(f"{target.name} on {where} ...")
             directory = home / f"{size}"
             directory.mkdir()

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.console import format_ranks
+from samestep.console import format_count
 from samestep.files import read_bytes
 
 OK = "ok"
@@ -131,7 +131,7 @@ def check_epochs(runs: Runs, *, is_training: bool) -> Iterator[Finding]:
         for number, passes in enumerate(_group_passes(ranks, is_training)):
             length = (alone[number] if number < len(alone) else passes[0]).num_samples
             for verdict, sentence in _judge_epoch(passes, length, is_training):
-                yield verdict, f"on {format_ranks(size)}, {sentence}"
+                yield verdict, f"on {format_count(size, 'rank')}, {sentence}"
 
 
 def _group_passes(ranks: Sequence[PlainRank], is_training: bool) -> list[list[Pass]]:
@@ -194,7 +194,7 @@ def check_order(runs: Runs) -> Iterator[Finding]:
             if one.samples[: num - 1] == sorted(one.samples[: num - 1]):  # the last one may be padding
                 yield OK, "the samples are not shuffled"
             elif one.samples[:num] == other.samples[:num]:
-                found = f"on {format_ranks(size)}, epochs have the same shuffled order"
+                found = f"on {format_count(size, 'rank')}, epochs have the same shuffled order"
                 yield MISTAKE, f"{found}: call sampler.set_epoch(epoch)"
             else:
                 yield OK, "a different one in each epoch"

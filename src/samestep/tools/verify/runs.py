@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from samestep.config import Overrides
-from samestep.console import format_ranks
+from samestep.console import format_count
 from samestep.files import read_tail
 from samestep.launch.target import Target
 from samestep.plan.ledger import Entry
@@ -40,7 +40,7 @@ class Setup(NamedTuple):
     def __str__(self) -> str:
         """Return it in words, such as "2 ranks with shard=fsdp2". One rank has nothing to divide."""
         is_divided = self.world_size > 1 and self.shard not in (None, "none")
-        return format_ranks(self.world_size) + (f" with shard={self.shard}" if is_divided else "")
+        return format_count(self.world_size, "rank") + (f" with shard={self.shard}" if is_divided else "")
 
 
 @dataclass(frozen=True)
