@@ -48,7 +48,7 @@ COMMANDS = {  # name -> its words, what it does, and the module of samestep that
     "inspect": ("RUN", "show a run directory: settings, snapshots, restarts, samples, digest", "tools.inspect"),
     "runs": ("[DIR]", "list the runs in a directory", "tools.inspect"),
     "report": ("RUN ...", "write an HTML page about runs: metrics, time, restarts", "tools.report"),
-    "watch": ("RUN", "show the live state of every rank of a running job", "tools.live_view"),
+    "watch": ("RUN", "show the live state of every rank of a running job", "tools.inspect"),
     "replay": ("RUN SCRIPT", "compute a step of a run again, and compare its bits", "tools.replay"),
     "diff": ("RUN RUN", "show the first step in which two runs differ, and what differs", "tools.inspect"),
     "verify": (
@@ -137,12 +137,12 @@ class Command(click.Command):
     """
 
     def __init__(self, name: str | None, **settings: Any) -> None:
-        super().__init__(name, **settings)
-        self.context_settings = {
+        context_settings: dict[str, Any] = {
             "help_option_names": ["-h", "--help"],
             "terminal_width": WIDTH,
             "token_normalize_func": name_option,
         }
+        super().__init__(name, context_settings=context_settings, **settings)
 
     def __call__(self, arguments: Sequence[str]) -> int:
         """Run the command, and return its exit code."""

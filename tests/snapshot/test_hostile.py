@@ -31,8 +31,7 @@ from samestep.snapshot.mirror import Mirror, Unreachable
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import ResumePoint, StartOptions
 from samestep.snapshot.store import SavedRun, Store
-from samestep.tools.inspect import run_inspect
-from samestep.tools.live_view import run_watch
+from samestep.tools.inspect import run_inspect, run_watch
 from samestep.tools.report import run_report
 
 POSITION: dict[str, Any] = {"step": 3, "epoch": 1, "precision": {}}

@@ -20,8 +20,8 @@ from support.waiting import wait_until
 
 import samestep
 from samestep.decoding import convert, decode
-from samestep.tools import live_view
-from samestep.tools.live_view import describe_end, format_rows
+from samestep.tools import inspect
+from samestep.tools.inspect import describe_end, format_rows
 from samestep.watch.beats import EXCHANGES, Beat, PhaseClock, read_process_state
 from samestep.watch.diagnosis import RankFacts, build_limits
 from samestep.watch.heartbeat import BeatExchange, Heartbeat, Message
@@ -168,14 +168,14 @@ def test_watching_on_a_terminal(
     """The table is shown until the run ends."""
     answers = iter([False, True])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(live_view, "has_ended", lambda run_dir: next(answers))
-    monkeypatch.setattr(live_view, "POLL_S", 0.01)
+    monkeypatch.setattr(inspect, "has_ended", lambda run_dir: next(answers))
+    monkeypatch.setattr(inspect, "POLL_S", 0.01)
     (tmp_path / "run.json").write_text(json.dumps({"format": 1}))
     (tmp_path / "status.json").write_text(json.dumps({"status": "done"}))
     with heartbeat(0, None, world_size=1, find_dir=lambda: tmp_path) as (pulse, _):
         pulse.enter("forward", 5)
         wait_until((tmp_path / "ranks.json").exists, "it is published")
-        assert live_view.run_watch([str(tmp_path)]) == 0
+        assert inspect.run_watch([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert len(re.findall(r"^  0 +here +5 +forward +", shown, re.M)) == 2
     assert shown.endswith(f"{tmp_path}: done\n")
