@@ -7,7 +7,7 @@ import pytest
 
 from samestep.errors import InvalidValue, PeerFailed
 from samestep.launch import rank_reports
-from samestep.launch.rank_reports import LoopState, Reports, Result, report, report_failure
+from samestep.launch.rank_reports import LoopState, Reports, Result, build_failure, report
 from samestep.world.environment import BegunRun, Outcome
 
 
@@ -25,8 +25,8 @@ def test_the_newest_report_counts(launcher: Reports) -> None:
     report(LoopState(Outcome.FINISHED, run))
     report(Result(0, b"value"))
     report(LoopState(Outcome.UNKNOWN, None))
-    report_failure(1, PeerFailed("no"), 1)
-    report_failure(1, InvalidValue("a\nb", code="SS101"), 2)
+    report(build_failure(1, PeerFailed("no"), 1))
+    report(build_failure(1, InvalidValue("a\nb", code="SS101"), 2))
     launcher.read()
     assert launcher.run == run
     assert launcher.outcome is Outcome.UNKNOWN, "a further loop has begun"

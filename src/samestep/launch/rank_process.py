@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from samestep.console import print_error
 from samestep.errors import Error, recognize
-from samestep.launch.rank_reports import Result, format_error, open_streams, report, report_failure, set_reports
+from samestep.launch.rank_reports import Result, build_failure, format_error, open_streams, report, set_reports
 from samestep.processes import leave
 from samestep.world.environment import HOOK
 
@@ -71,7 +72,9 @@ def run_rank(
         if code:
             sys.last_value = error  # as in Python, for the status of the run
             if os.getpid() == pid:
-                report_failure(rank, error, code)
+                if isinstance(error, SystemExit) and not isinstance(error.code, int):
+                    print_error(str(error.code))  # as Python does for sys.exit("some text")
+                report(build_failure(rank, error, code))
             else:  # a process that the target has forked
                 print(format_error(error), end="", file=sys.stderr)
     leave(code)

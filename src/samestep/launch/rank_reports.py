@@ -22,7 +22,7 @@ from typing import Any
 
 from msgspec import Struct, to_builtins
 
-from samestep.console import print_error, say, set_terminal
+from samestep.console import say, set_terminal
 from samestep.decoding import decode
 from samestep.errors import Error, NotHealed, PeerFailed, Stuck, WorkerDied, add_code, is_out_of_memory
 from samestep.files import open_regular
@@ -144,13 +144,6 @@ def report(message: RankReport) -> None:
         left = f"\n{json.dumps(to_builtins(message))}\n".encode()
         while left:
             left = left[os.write(_file, left) :]
-
-
-def report_failure(rank: int, error: BaseException, code: int) -> None:
-    """Report the failure of a rank: usually this one."""
-    if isinstance(error, SystemExit) and not isinstance(error.code, int):
-        print_error(str(error.code))  # as Python does for sys.exit("some text")
-    report(build_failure(rank, error, code))
 
 
 def build_failure(rank: int, error: BaseException, code: int) -> RankFailure:

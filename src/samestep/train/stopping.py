@@ -26,7 +26,7 @@ from samestep.engine.control import Saving, Vote
 from samestep.engine.passes import Reduced
 from samestep.errors import Error, PeerFailed, UsageError, WorkerDied, add_code, recognize
 from samestep.launch.rank_process import kept_signals
-from samestep.launch.rank_reports import Result, has_launcher, is_secondary, report, report_failure
+from samestep.launch.rank_reports import Result, build_failure, has_launcher, is_secondary, report
 from samestep.processes import Held, hold, leave
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext, RunState
@@ -396,7 +396,7 @@ def describe_failure(error: BaseException, rank: int) -> str:
 def end_with(error: Error, environment: Environment) -> NoReturn:
     """End the process of a finished script as if the script had raised `error`."""
     if has_launcher():
-        report_failure(environment.rank, error, Error.exit_code)
+        report(build_failure(environment.rank, error, Error.exit_code))
         report(Result(environment.rank, pickle.dumps(error)))
     else:
         _say_once(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 from samestep.console import escape, read_terminal
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
-from samestep.launch.rank_reports import report_failure
+from samestep.launch.rank_reports import build_failure, report
 from samestep.processes import Held, hold
 from samestep.train.context import RunContext
 from samestep.watch.beats import PhaseClock
@@ -114,7 +114,7 @@ class Watchdog(PhaseClock, Held):
 
         def write_reason() -> None:
             with suppress(Exception):
-                report_failure(rank, error, EXIT_CODE)
+                report(build_failure(rank, error, EXIT_CODE))
                 if directory is not None:
                     directory.write_status("failed", sentence)
 
@@ -125,7 +125,7 @@ class Watchdog(PhaseClock, Held):
 
     def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
-            report_failure(rank, Stuck(sentence), EXIT_CODE)  # first: the launcher reads it when the process has ended
+            report(build_failure(rank, Stuck(sentence), EXIT_CODE))  # first: read when the process has ended
             kill_sibling(pid)
 
 
