@@ -116,7 +116,7 @@ def test_a_mistake_is_one_sentence_before_torch_is_imported(tmp_path: Path) -> N
 
 def parse(command: ScriptCommand, *words: str) -> tuple[list[str], dict[str, Any]]:
     """Return the command that starts the target, after its name, and the values of the options."""
-    target, values = command.make_context(str(command.name), [*words]).obj
+    target, values = command.make_context(str(command.name), [*words]).params.values()
     return target.to_words(), values
 
 

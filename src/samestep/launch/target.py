@@ -123,12 +123,11 @@ class ScriptCommand(Command):
     ) -> None:
         params = [*build_options(flags), click.Option(["-m", "is_module"], is_flag=True, hidden=True)]
         super().__init__(name, callback=callback, **{**settings, "params": params})
-        self._run = callback
         self._words = words
         self.context_settings.update(allow_extra_args=True, allow_interspersed_args=False)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the options, the word and the target, and keep them in `ctx.obj`, for `invoke`."""
+        """Parse the options, the word and the target, and let them be the callback's arguments."""
         values, left = self.take(ctx, args)
         word = left[:1] if self._words else []
         if word:
@@ -140,12 +139,9 @@ class ScriptCommand(Command):
                 f"{self.name} --help",
                 code="SS103",
             )
-        ctx.obj = (*word, self.build_target(left, values), values)
+        named = dict(zip(self._words.lower().split(), word, strict=True))
+        ctx.params = {**named, "target": self.build_target(left, values), "values": values}
         return []
-
-    def invoke(self, ctx: click.Context) -> int:
-        """Run the command. Returns the exit code."""
-        return self._run(*ctx.obj)
 
     def take(self, ctx: click.Context, args: list[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the values of the options at the beginning of `args`, and the other arguments."""

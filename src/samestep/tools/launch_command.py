@@ -86,7 +86,7 @@ class TrainCommand(ScriptCommand):
             *others, last = sorted(find_recipes())
             raise Error(f"there is no recipe {words[0]}: give {', '.join(others)} or {last}", code="SS103")
         usual = [name_option(word) + "".join(word.partition("=")[1:]) if word[:2] == "--" else word for word in words]
-        ctx.obj = (build_recipe_target(named or "digits", usual, values), values)
+        ctx.params = {"target": build_recipe_target(named or "digits", usual, values), "values": values}
         return []
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
