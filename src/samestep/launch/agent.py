@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,6 @@ from samestep.processes import kill_group
 from samestep.world.environment import CONTINUES, FAILURE, HEAL, RESTART, SECRET, BegunRun, child_variables, read_host
 from samestep.world.host import find_interface, find_source
 
-LOOPBACK = "lo" if sys.platform == "linux" else ""  # else gloo resolves the host's name
 POLL_S = 0.1
 TAIL_LINES = 20
 DEAD_SERVER = (
@@ -222,7 +220,7 @@ class Agent:
     def _start(self, start: Start) -> None:
         """Request the ranks. Returns before their processes exist."""
         launch = self.launch
-        interface = LOOPBACK
+        interface = "lo"  # else gloo resolves the host's name
         if launch.nodes.num_nodes > 1:
             interface = find_interface([launch.nodes.host, *start.addresses])
             if not start.node:

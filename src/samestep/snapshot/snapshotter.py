@@ -16,7 +16,6 @@ the script has changed during the copy is saved one step later. A full disk lose
 """
 
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -170,9 +169,8 @@ class Writer:
 
 def _lower_priority() -> None:
     """Lower this thread's priority (nice +10)."""
-    if sys.platform == "linux":  # where each thread has its own priority
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
 
 
 class Snapshotter:

@@ -109,7 +109,7 @@ def open_rendezvous(environment: Environment, limit_s: float) -> Any:  # TCPStor
 
 def has_group() -> bool:
     """Return whether this process is in a process group."""
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_initialized()
 
 
 def find_rank() -> int:
@@ -121,7 +121,7 @@ def close_group() -> None:
     """Leave the process group, if there is one."""
     if has_group():
         dist.destroy_process_group()
-    elif dist.is_available():
+    else:
         reset_group_names()
 
 
