@@ -14,7 +14,7 @@ from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch import launcher
-from samestep.launch.agent import Agent, Launch
+from samestep.launch.launcher import Agent, Launch
 from samestep.launch.link import LOST_S, Finish, Link, Lost, Message, Nodes, Print, Signal
 from samestep.launch.target import Target
 from samestep.world.signed import SignedEntries

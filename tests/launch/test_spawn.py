@@ -16,7 +16,7 @@ from support.waiting import wait_until
 import samestep
 from samestep import processes
 from samestep.launch import forkserver
-from samestep.launch.agent import Agent
+from samestep.launch.launcher import Agent
 
 
 def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:

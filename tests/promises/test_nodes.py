@@ -16,8 +16,7 @@ from support.hosts import Host
 from support.ports import reserve_port
 
 from samestep.errors import Error
-from samestep.launch.agent import Launch, build_variables
-from samestep.launch.launcher import open_store, parse_endpoint, parse_nodes
+from samestep.launch.launcher import Launch, build_variables, open_store, parse_endpoint, parse_nodes
 from samestep.launch.link import Nodes, Start
 from samestep.launch.target import Target
 from samestep.world.environment import read_secret

@@ -38,7 +38,7 @@ CONSTANTS = {
 # With steps of a minute: nearly all points would be looks and heartbeats of threads that find nothing.
 RARE_LOOKS = {
     "snapshot.snapshotter._POLL_S": 15.0,
-    "launch.agent.POLL_S": 15.0,
+    "launch.launcher.POLL_S": 15.0,
     "world.membership.NOTICE_S": 5.0,
     "watch.diagnosis.INTERVAL_S": 25.0,
     "watch.diagnosis.FLOOR_S": 100.0,

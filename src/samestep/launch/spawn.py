@@ -11,9 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import cloudpickle
 
 from samestep.errors import Error, InvalidValue
-from samestep.launch.agent import Agent, Launch
 from samestep.launch.forkserver import ForkServer
-from samestep.launch.launcher import Supervision
+from samestep.launch.launcher import Agent, Launch, Supervision
 from samestep.launch.link import Finish
 from samestep.launch.rank_reports import RankFailure
 from samestep.launch.target import Target

@@ -1,7 +1,7 @@
 """Decides for all nodes of a launch when their ranks start, stop, continue after a death, start again, and end.
 
 `Supervisor.handle` takes an event and returns commands. It reads no clock and no file, and starts nothing: the agent of
-node 0 feeds it (agent.py). On one machine there is one node.
+node 0 feeds it (launcher.py). On one machine there is one node.
 """
 
 import math
