@@ -6,7 +6,7 @@ and arguments that are not UTF-8.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Annotated, Any, TypeVar
 
@@ -21,6 +21,8 @@ Size = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Number = Annotated[float, Meta(gt=-1e300, lt=1e300)]
 Argument = Annotated[str, Meta(pattern=r"\A[^\0\ud800-\udc7f\udd00-\udfff]*\Z")]  # that `os.fsencode` can encode
 Object = dict[Any, Any]
+
+Json = Mapping[str, Any]  # an object of JSON that is only read
 
 T = TypeVar("T")
 

@@ -39,6 +39,9 @@ FLAGS: dict[str, Option] = {
 }
 
 
+Values = Mapping[str, Any]  # of the options that were given, by name
+
+
 @dataclass(frozen=True)
 class Target:
     """The code that the ranks run.
@@ -178,7 +181,7 @@ class ScriptCommand(Command):
                     formatter.write_dl(rows)
 
 
-def build_recipe_target(name: str, arguments: list[str], values: Mapping[str, Any]) -> Target:
+def build_recipe_target(name: str, arguments: list[str], values: Values) -> Target:
     """Return the target that runs a recipe."""
     if "batch_size" in values:  # the recipe derives other numbers from it
         arguments = [*arguments, f"--batch-size={values['batch_size']}"]

@@ -5,12 +5,13 @@ takes the newest snapshot of the run there (or another one), and its rows and re
 `continues`. It is written first: a start that finds no snapshot in such a directory copies again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from samestep.config import is_url
 from samestep.data.source import ORDERS, list_orders
+from samestep.decoding import Json
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import copy_file, open_regular, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
@@ -25,9 +26,7 @@ from samestep.watch.records import LEDGER, METRICS
 _PLANNED_BY = {"batch_size", "seed"}  # the numbers that decide which samples a step uses
 
 
-def continue_run(
-    directory: RunDirectory, source: str | None, identity: Mapping[str, Any], say: Callable[[str], None]
-) -> None:
+def continue_run(directory: RunDirectory, source: str | None, identity: Json, say: Callable[[str], None]) -> None:
     """Begin a run with the state of another one, or complete such a beginning. On a rank that writes.
 
     Args:
@@ -110,9 +109,9 @@ def split_source(source: str) -> tuple[str, int | str]:
 def _build_record(
     store: Store,
     snapshot: Snapshot,
-    position: Mapping[str, Any],
-    before: Mapping[str, Any],
-    identity: Mapping[str, Any],
+    position: Json,
+    before: Json,
+    identity: Json,
     called: str,
 ) -> dict[str, Any]:
     """Return `run.json` of the new run.
@@ -157,9 +156,7 @@ def _build_record(
     }
 
 
-def _find_begin(
-    store: Store, position: Mapping[str, Any], before: Mapping[str, Any], number: int, called: str
-) -> Sequence[int]:
+def _find_begin(store: Store, position: Json, before: Json, number: int, called: str) -> Sequence[int]:
     """Return the row of `RunState.find_begin` for the loop in which a snapshot was taken.
 
     Args:

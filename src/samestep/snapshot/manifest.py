@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from samestep.decoding import Count, Object, convert, decode, parse_json
+from samestep.decoding import Count, Json, Object, convert, decode, parse_json
 from samestep.files import open_regular, read_bytes
 from samestep.hashing import hash_bytes, hash_chunks
 from samestep.version import __version__
@@ -54,7 +54,7 @@ Extents = list[Extent]  # those of a file, one after the other
 
 
 def build_manifest(
-    *, step: int, name: str | None, digest: str | None, files: Mapping[str, Extents], meta: Mapping[str, Any]
+    *, step: int, name: str | None, digest: str | None, files: Mapping[str, Extents], meta: Json
 ) -> dict[str, Any]:
     """Return the manifest of a snapshot whose other files are complete. `digest`: None if it was not computed."""
     import torch
@@ -82,7 +82,7 @@ def list_tensor_files(files: Iterable[str]) -> list[str]:
     return sorted(file for file in files if file.endswith(".safetensors"))
 
 
-def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def seal(manifest: Json) -> dict[str, Any]:
     """Return a manifest with its own checksum, as it is in the file. Inverse of `parse_manifest`."""
     return {**manifest, "sha256": _checksum(manifest)}
 
@@ -169,11 +169,11 @@ class Snapshot:
     path: Path
     step: int
     name: str | None
-    manifest: Mapping[str, Any]
+    manifest: Json
     problem: str | None
 
     @classmethod
-    def from_manifest(cls, path: Path, manifest: Mapping[str, Any], problem: str | None) -> "Snapshot":
+    def from_manifest(cls, path: Path, manifest: Json, problem: str | None) -> "Snapshot":
         """Return the snapshot in a directory, whose name matches `DIRECTORY`."""
         match = DIRECTORY.fullmatch(path.name)
         assert match is not None
@@ -235,7 +235,7 @@ def list_outdated(snapshots: Collection[Snapshot], keep: int) -> list[Snapshot]:
     return outdated
 
 
-def find_damage(directory: Path, manifest: Mapping[str, Any], rank: int = 0, num_ranks: int = 1) -> str | None:
+def find_damage(directory: Path, manifest: Json, rank: int = 0, num_ranks: int = 1) -> str | None:
     """Read every byte of all files. Return a description of damage according to the manifest's checksums, or None.
 
     Args:
@@ -284,5 +284,5 @@ def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str |
     return None
 
 
-def _checksum(manifest: Mapping[str, Any]) -> str:
+def _checksum(manifest: Json) -> str:
     return hash_bytes(json.dumps(manifest, sort_keys=True, allow_nan=False).encode())

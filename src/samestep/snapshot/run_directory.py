@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 from samestep.console import format_count
 from samestep.data.source import ORDERS
+from samestep.decoding import Json
 from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import open_regular, replace_file, sync_directory
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
@@ -117,7 +118,7 @@ class RunDirectory(StepRecords):
         """Read `run.json`. Raises Error."""
         self.record = read_run(self.path, self.path)
 
-    def check_numbers(self, numbers: Mapping[str, Any]) -> None:
+    def check_numbers(self, numbers: Json) -> None:
         """Compare numbers with those of the run in the directory, if both are known.
 
         Raises:
@@ -312,13 +313,13 @@ class RunDirectory(StepRecords):
                 },
             )
 
-    def _add_line(self, path: Path, row: Mapping[str, Any]) -> None:
+    def _add_line(self, path: Path, row: Json) -> None:
         try:
             add_line(path, json.dumps(row))
         except OSError as error:
             self._warn(f"{path} could not be written ({_reason(error)}): the run continues")
 
-    def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None = None) -> None:
+    def write_status(self, status: str, reason: str, end: Json | None = None) -> None:
         """Write `status.json`, if possible.
 
         Args:
@@ -343,7 +344,7 @@ class RunDirectory(StepRecords):
             self.check()
             self._overwrite_status(read_or_empty(self.path / STATUS) | now)
 
-    def _overwrite_status(self, record: Mapping[str, Any]) -> None:
+    def _overwrite_status(self, record: Json) -> None:
         path = self.path / STATUS
         content = json.dumps(record).encode() + b"\n"
         try:
@@ -464,7 +465,7 @@ class RunDirectory(StepRecords):
         return True
 
 
-def _describe_end(status: Mapping[str, Any]) -> str:
+def _describe_end(status: Json) -> str:
     """Return how the last start ended. If it was killed, or its machine failed, it could not record its end."""
     return status.get("reason") or ("the run was done" if status.get("status") == "done" else "unknown")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from samestep.config import is_url
 from samestep.console import hide_secrets, say
-from samestep.decoding import as_json
+from samestep.decoding import Json, as_json
 from samestep.errors import Error, RunDirectoryError, explain
 from samestep.files import read_bytes
 from samestep.snapshot.manifest import Snapshot
@@ -37,15 +37,15 @@ class StartOptions:
         config: the `config` argument of `Run`.
     """
 
-    in_force: Mapping[str, Any]  # "optimizer.lr" -> 0.1; a list if parameter groups differ
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    in_force: Json  # "optimizer.lr" -> 0.1; a list if parameter groups differ
+    asked: Json = field(default_factory=dict)
     overridden: str = ""
     samples: Sequence[str] = ()
-    git: Mapping[str, Any] = field(default_factory=dict)
-    script: Mapping[str, Any] = field(default_factory=dict)
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    git: Json = field(default_factory=dict)
+    script: Json = field(default_factory=dict)
+    numbers: Json = field(default_factory=dict)
+    machine: Json = field(default_factory=dict)
+    config: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ResumePoint:
     """
 
     step: int = 0
-    meta: Mapping[str, Any] | None = None
+    meta: Json | None = None
     snapshot: Snapshot | None = None
     rewinds: Sequence[int] = ()
     num_recorded: int = 0
@@ -192,9 +192,7 @@ def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
     return snapshot
 
 
-def build_record(
-    before: Mapping[str, Any], options: StartOptions, point: ResumePoint
-) -> tuple[dict[str, Any], list[str]]:
+def build_record(before: Json, options: StartOptions, point: ResumePoint) -> tuple[dict[str, Any], list[str]]:
     """Return the record of a start at a point, and warnings about what changed since the run began.
 
     Args:
@@ -235,20 +233,20 @@ def build_record(
     return record, warnings
 
 
-def list_loops(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def list_loops(record: Json) -> list[dict[str, Any]]:
     """Return the numbers of each loop of a run, for `LoopPlan.from_numbers`."""
     numbers = record.get("numbers", {})
     of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "epoch_length", "shards")}
     return [numbers, *(of_all | loop for loop in record.get("loops", []))]
 
 
-def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_changes(before: Json, now: Json) -> str:
     """Return a text such as "optimizer.lr 0.1 -> 0.01"; "" if nothing changed."""
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     return ", ".join(f"{name} {_shorten(before.get(name))} -> {_shorten(now.get(name))}" for name in names)
 
 
-def find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def find_different(there: Json, here: Json) -> str:
     """Describe the numbers that both runs have and that differ; "" if none do."""
     names = [name for name in here if name in there and there[name] != here[name]]
     rows = [row for name in names for row in _split(name, there[name], here[name])]

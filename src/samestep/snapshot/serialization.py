@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samestep.decoding import MAX_DEPTH
+from samestep.decoding import MAX_DEPTH, Json
 from samestep.errors import InvalidType
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes, view_bytes
@@ -271,7 +271,7 @@ class SavedState:
                 return self._decode_array(value)[()]
         raise ValueError(f"samestep does not write {value}")
 
-    def _outline(self, value: Mapping[str, Any]) -> Tensor:
+    def _outline(self, value: Json) -> Tensor:
         """Return the placeholder of a tensor."""
         name = value["name"]
         if name in self._outlines:
@@ -287,7 +287,7 @@ class SavedState:
         self._outlines[name] = outline
         return outline
 
-    def _decode_array(self, value: Mapping[str, Any]) -> NDArray[Any]:
+    def _decode_array(self, value: Json) -> NDArray[Any]:
         data = view_bytes(self.fill(self._decode(value["bytes"])))
         dtype = np.dtype(value["dtype"])
         if dtype.kind not in _ARRAY_KINDS or dtype.itemsize * math.prod(value["shape"]) > len(data):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from samestep.decoding import Count, Number, Object, convert, decode
+from samestep.decoding import Count, Json, Number, Object, convert, decode
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import move_directory, open_regular, read_bytes, replace_file, sync_directory
 from samestep.hashing import hash_bytes
@@ -263,7 +263,7 @@ class Store:
         *,
         step: int,
         name: str | None,
-        meta: Mapping[str, Any],
+        meta: Json,
         num_parts: int = 1,
     ) -> Path:
         """Make a draft a snapshot, on rank 0, once all of its ranks have prepared theirs.

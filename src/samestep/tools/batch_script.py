@@ -8,15 +8,13 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
 from samestep.config import OPTIONS, Option, format_flags, is_url, to_flags, whole
 from samestep.errors import Error
-from samestep.launch.target import COMMAND, ScriptCommand, Target, check_target
+from samestep.launch.target import COMMAND, ScriptCommand, Target, Values, check_target
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
 from samestep.plan.tree import check_numbers
 from samestep.version import __version__
@@ -77,7 +75,7 @@ exit $rc
 
 
 @click.command("slurm", cls=ScriptCommand, flags=FLAGS)
-def run_slurm(target: Target, values: Mapping[str, Any]) -> int:
+def run_slurm(target: Target, values: Values) -> int:
     """Prints the batch script of a run, for Slurm: samestep slurm --nodes 2 ... train.py | sbatch
 
     Before the time limit Slurm signals the run, which saves and requeues its job. A job that loses a node is requeued
@@ -96,7 +94,7 @@ def run_slurm(target: Target, values: Mapping[str, Any]) -> int:
     return 0
 
 
-def render_script(target: Target, values: Mapping[str, Any]) -> str:
+def render_script(target: Target, values: Values) -> str:
     """Return the batch script of a job. Raises Error if an option is invalid."""
     check_target(target)
     for name in ("fresh", "resume"):
@@ -155,7 +153,7 @@ def _quote(text: str) -> str:
     return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
-def find_directory(values: Mapping[str, Any]) -> Path:
+def find_directory(values: Values) -> Path:
     """Return the directory of the output of the job; for a run at a URL, in the working directory."""
     run_dir = values.get("run_dir", "")
     return Path("slurm") if is_url(run_dir) else Path(run_dir, "slurm")

@@ -5,7 +5,7 @@ They do not import torch.
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from samestep.console import (
     say,
     to_text,
 )
-from samestep.decoding import parse_json
+from samestep.decoding import Json, parse_json
 from samestep.errors import Error, explain
 from samestep.files import read_bytes
 from samestep.plan.ledger import Entry, to_float
@@ -118,7 +118,7 @@ def _choose(store: Store, run: str, which: int | str) -> list[Snapshot]:
 
 
 def _show_run(
-    directory: Path, run: str, record: Mapping[str, Any], wanted: Sequence[Snapshot], *, is_checked: bool, is_json: bool
+    directory: Path, run: str, record: Json, wanted: Sequence[Snapshot], *, is_checked: bool, is_json: bool
 ) -> int:
     snapshots = [_describe_snapshot(snapshot, run, check=is_checked) for snapshot in wanted]
     shown: dict[str, Any] = {
@@ -150,7 +150,7 @@ def _show_run(
     return code
 
 
-def _build_tables(shown: Mapping[str, Any]) -> Iterator[Table]:
+def _build_tables(shown: Json) -> Iterator[Table]:
     """Yield all tables. Some have no rows."""
     run = shown["run"]
     status = shown["status"]
@@ -189,9 +189,7 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[Table]:
     yield "measured, from the last start on", named, list_values(status.get("measured") or {})
 
 
-def list_history(
-    record: Mapping[str, Any], restarts: Sequence[Mapping[str, Any]], heals: Sequence[Mapping[str, Any]]
-) -> Iterator[Table]:
+def list_history(record: Json, restarts: Sequence[Json], heals: Sequence[Json]) -> Iterator[Table]:
     """Yield the tables of what has happened to a run. Some have no rows."""
     changes = [(str(each["after_step"]), each["changed"]) for each in record.get("changes") or []]
     yield "changes of machine, config and settings", ("after step", "changed"), changes
@@ -475,7 +473,7 @@ def run_diff(run: str, other: str, is_json: bool) -> int:
     return int(not is_same)
 
 
-def list_facts(record: Mapping[str, Any]) -> dict[str, Any]:
+def list_facts(record: Json) -> dict[str, Any]:
     """Return what run.json says, the most important first: name -> text."""
     sections = {section: record.get(section) or {} for section in SECTIONS}
     return {**dict(list_values(sections)), "samestep": record.get("samestep")}

@@ -16,7 +16,7 @@ from samestep.data.source import ORDERS, list_orders
 from samestep.errors import Error
 from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
-from samestep.launch.target import ScriptCommand, Target, check_target
+from samestep.launch.target import ScriptCommand, Target, Values, check_target
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.logs import count_records, read_records
 from samestep.snapshot.manifest import MANIFEST, Snapshot, find_damage
@@ -39,7 +39,7 @@ NUM_SHOWN = 10
 
 
 @click.command("replay", cls=ScriptCommand, flags=FLAGS, words="RUN")
-def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
+def run_replay(run: str, target: Target, values: Values) -> int:
     """Computes step S of a run again (counted from 0, as step.number) on any number of ranks, starting from the newest
     undamaged snapshot at or before S, or from the beginning. Prints the step's loss, gradient and samples, and whether
     the bits of all replayed steps match the run's ledger. Only reads the run.
@@ -125,7 +125,7 @@ def _copy_run(directory: Path, run_dir: Path, snapshot: Snapshot | None) -> None
 
 
 def _compute(
-    target: Target, scratch: Path, record: Mapping[str, Any], values: Mapping[str, Any], first: int
+    target: Target, scratch: Path, record: Mapping[str, Any], values: Values, first: int
 ) -> list[dict[str, Any]]:
     """Run the script in the scratch directory, from step `first` on. Returns the lines of its traces."""
     numbers = record.get("numbers", {})
@@ -149,7 +149,7 @@ def _compute(
     return [line for path in sorted(scratch.glob("rank-*.jsonl")) for line in read_lines(path)]
 
 
-def _explain(target: Target, run: str, scratch: Path, values: Mapping[str, Any]) -> Error:
+def _explain(target: Target, run: str, scratch: Path, values: Values) -> Error:
     """Return the error of a replay that did not reach the step."""
     text = read_tail(scratch / "output").replace(str(scratch / "run"), run)
     if errors := find_errors(text):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from samestep.cli import PATH, Command, json_option, print_json
 from samestep.console import describe_ranks, escape, format_bytes, format_count, show_activity
+from samestep.decoding import Json
 from samestep.errors import Error
 from samestep.files import open_regular, replace_file
 from samestep.snapshot.logs import count_records
@@ -95,24 +96,24 @@ class RunData:
     """
 
     name: str
-    record: Mapping[str, Any]
-    status: Mapping[str, Any]
+    record: Json
+    status: Json
     is_live: bool
     num_steps: int
     snapshot_steps: Sequence[int]
     digest: str
-    restarts: Sequence[Mapping[str, Any]]
-    heals: Sequence[Mapping[str, Any]]
+    restarts: Sequence[Json]
+    heals: Sequence[Json]
     metrics: Mapping[str, Points]
     audit: str
 
     @property
-    def measured(self) -> Mapping[str, Any]:
+    def measured(self) -> Json:
         """The measurements from the last start on; {} if there are none yet."""
         return self.status.get("measured") or {}
 
 
-def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunData:
+def read_run_data(run_dir: Path, name: str, record: Json) -> RunData:
     """Read the data of a run, which may be running. Files that are damaged or missing count as empty."""
     status = read_status(run_dir)
     try:

@@ -20,7 +20,7 @@ from samestep.console import format_bytes, format_count, format_time, print_tabl
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
-from samestep.launch.target import ScriptCommand, Target, check_target, parse_sizes
+from samestep.launch.target import ScriptCommand, Target, Values, check_target, parse_sizes
 from samestep.plan.shards import ParamSize, RankMemory, compute_memory
 from samestep.tools.traced_script import OF_RUN, find_errors, open_workdir, read_lines, run_traced
 
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 @click.command("scale", cls=ScriptCommand, flags=FLAGS)
-def run_scale(target: Target, values: Mapping[str, Any]) -> int:
+def run_scale(target: Target, values: Values) -> int:
     """Trains for a few steps on several numbers of ranks of this machine, in turns, each in a temporary run directory.
     Fits the time of a step to them, and prints speed-up, efficiency and the time to finish, with their standard errors,
     also of more ranks than were measured. A second table has the memory of a rank for each value of shard.

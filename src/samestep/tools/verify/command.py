@@ -21,7 +21,7 @@ from samestep.console import format_count, print_result, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
 from samestep.launch.target import FLAGS as LAUNCH_FLAGS
-from samestep.launch.target import ScriptCommand, Target, check_target, parse_sizes
+from samestep.launch.target import ScriptCommand, Target, Values, check_target, parse_sizes
 from samestep.plan.ledger import Entry
 from samestep.plan.tree import check_numbers
 from samestep.snapshot.logs import read_records
@@ -61,7 +61,7 @@ Line = dict[str, Any]
 
 
 @click.command("verify", cls=ScriptCommand, flags=FLAGS)
-def run_verify(target: Target, values: Mapping[str, Any]) -> int:
+def run_verify(target: Target, values: Values) -> int:
     """Trains for a few steps on several numbers of ranks, and compares the runs.
 
     With --shard, also compares the ways to divide the state of a run among the ranks. With --heal, also kills all ranks
@@ -322,7 +322,7 @@ class _Verification:
         rows: of the table.
     """
 
-    def __init__(self, target: Target, values: Mapping[str, Any], home: Path) -> None:
+    def __init__(self, target: Target, values: Values, home: Path) -> None:
         self.is_same = True
         self.lines: list[str] = []
         self.rows: list[dict[str, str]] = []

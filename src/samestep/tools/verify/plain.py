@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from samestep.cli import print_json
 from samestep.console import format_count, print_result, show_activity
 from samestep.errors import Error
 from samestep.files import read_tail
-from samestep.launch.target import Target
+from samestep.launch.target import Target, Values
 from samestep.processes import running
 from samestep.tools.traced_script import SHOWN_LINES, open_workdir
 from samestep.tools.verify.plain_checks import MISTAKE, OK, UNSEEN, Finding, PlainRank, check_all, read_ranks
@@ -31,7 +31,7 @@ ROW = "  {:<11} {:<13} {}"
 COLOURS = {OK: "green", UNSEEN: "yellow", MISTAKE: "red"}
 
 
-def run_plain(target: Target, values: Mapping[str, Any], world_sizes: Sequence[int]) -> int:
+def run_plain(target: Target, values: Values, world_sizes: Sequence[int]) -> int:
     """Run the script at several numbers of ranks, and print a line per check. Returns the exit code.
 
     Raises:
