@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from samestep.console import join_words
 from samestep.errors import InvalidType, InvalidValue
 
 if TYPE_CHECKING:
@@ -168,8 +169,8 @@ def choice(*values: Any) -> Check:
     def check(name: str, value: Any) -> Any:
         given = None if value == "none" and None in values else value
         if type(given) not in map(type, values) or given not in values:
-            *others, last = ["none" if each is None else str(each) for each in values]
-            raise InvalidValue(f"{name} must be {', '.join(others)} or {last}, not {value!r}", code="SS101")
+            words = ["none" if each is None else str(each) for each in values]
+            raise InvalidValue(f"{name} must be {join_words(words, 'or')}, not {value!r}", code="SS101")
         return given
 
     return check

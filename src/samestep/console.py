@@ -174,12 +174,21 @@ def describe_ranks(ranks: Sequence[int]) -> str:
         >>> describe_ranks([3]), describe_ranks([5, 1, 2])
         ('rank 3', 'ranks 1, 2 and 5')
     """
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:6]))} ...)"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    names = [*map(str, sorted(ranks))]
+    if len(names) > 8:
+        return f"{len(names)} ranks ({', '.join(names[:6])} ...)"
+    return f"rank{'s' if len(names) > 1 else ''} {join_words(names)}"
+
+
+def join_words(words: Sequence[str], last: str = "and") -> str:
+    """Return some words as a list in a sentence.
+
+    Example::
+
+        >>> join_words(["a"]), join_words(["a", "b", "c"], "or")
+        ('a', 'a, b or c')
+    """
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def hide_secrets(value: Any, name: str = "") -> Any:

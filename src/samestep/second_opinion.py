@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samestep.console import join_words
 from samestep.data.loader import Loader, to_device
 from samestep.engine.leaf import GradientHooks
 from samestep.engine.passes import Reduced
@@ -205,20 +206,16 @@ def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
     what = f"micro-batch {v} of step {step}"
     if len({each.samples for each in opinions}) > 1:
         return (
-            f"{_join(named)} read different samples for {what}, although the indices are the same: make the "
+            f"{join_words(named)} read different samples for {what}, although the indices are the same: make the "
             "data set depend on the index and torch's generators only (samestep verify finds why it does not), or "
             "suspect the memory of these machines"
         )
     wrong = [named[number] for number in drift.differing]
     others = [name for name in named if name not in wrong]
-    than = f" than {_join(others)}" if others else ", and no majority says which is right"
+    than = f" than {join_words(others)}" if others else ", and no majority says which is right"
     more = f" and {drift.num_tensors - 1} more differ" if drift.num_tensors > 1 else " differs"
     return (
-        f"{_join(wrong)} computed different results for {what}{than}, from the same weights and samples: "
+        f"{join_words(wrong)} computed different results for {what}{than}, from the same weights and samples: "
         f"{drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or code whose "
         "results depend on earlier calls (a module that keeps a count; samestep verify finds it)"
     )
-
-
-def _join(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -9,6 +9,7 @@ import click
 
 from samestep.cli import JSON, Command, build_options, name_option, take_values
 from samestep.config import Option, to_flags
+from samestep.console import join_words
 from samestep.errors import Error
 from samestep.launch.target import (
     COMMAND,
@@ -83,8 +84,10 @@ class TrainCommand(ScriptCommand):
         if named in words:
             words.remove(named)
         elif words and not words[0].startswith("-"):
-            *others, last = sorted(find_recipes())
-            raise Error(f"there is no recipe {words[0]}: give {', '.join(others)} or {last}", code="SS103")
+            raise Error(
+                f"there is no recipe {words[0]}: give {join_words([*find_recipes()], 'or')}",
+                code="SS103",
+            )
         usual = [name_option(word) + "".join(word.partition("=")[1:]) if word[:2] == "--" else word for word in words]
         ctx.params = {"target": build_recipe_target(named or "digits", usual, values), "values": values}
         return []
