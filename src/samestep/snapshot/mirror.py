@@ -11,9 +11,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from samestep.console import say
 from samestep.data.source import ORDERS, list_orders
@@ -29,8 +29,7 @@ from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Store
 from samestep.watch.records import LOCK, RECORD, SHARED
 from samestep.world.environment import read_cache_dir, read_host
 
-P = ParamSpec("P")
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _RUN = re.compile(r"[0-9a-f]{32}")  # the run's id
 _ORDER = re.compile(r"epoch-\d{8,}\.npy|shards-[0-9a-f]{16}\.json")
@@ -46,11 +45,11 @@ class Unreachable(RunDirectoryError):
         self.reason = reason
 
 
-def _requests(method: "Callable[Concatenate[Mirror, P], T]") -> "Callable[Concatenate[Mirror, P], T]":
+def _requests(method: F) -> F:
     """Convert the exceptions of the store, which differ between stores, to `Unreachable`."""
 
     @wraps(method)
-    def request(self: "Mirror", /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def request(self: "Mirror", *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except Error:
@@ -58,7 +57,7 @@ def _requests(method: "Callable[Concatenate[Mirror, P], T]") -> "Callable[Concat
         except Exception as error:
             raise Unreachable(self.url, _describe(error)) from error
 
-    return request
+    return request  # type: ignore[return-value]
 
 
 class Mirror:
@@ -279,7 +278,7 @@ class Mirror:
         target = f"{ABANDONED}/{folder}-{time.time_ns()}"
         for file in (*snapshot.manifest.get("files", {}), MANIFEST):
             if self._fs.exists(source := self._at(f"{SNAPSHOTS}/{folder}/{file}")):
-                self._put(f"{target}/{file}", lambda path: self._fs.cp_file(source, path))
+                self._put(f"{target}/{file}", partial(self._fs.cp_file, source))
         self._remove(folder)
 
     @at_rest()  # the network may take long
@@ -327,8 +326,7 @@ class Mirror:
     def _push_snapshot(self, snapshot: Snapshot) -> None:
         folder = f"{SNAPSHOTS}/{snapshot.path.name}"
         for file in snapshot.manifest["files"]:
-            source = str(snapshot.path / file)
-            self._put(f"{folder}/{file}", lambda path: self._fs.put_file(source, path))  # noqa: B023
+            self._put(f"{folder}/{file}", partial(self._fs.put_file, str(snapshot.path / file)))
         self._check()
         self.write(f"{folder}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
 
