@@ -37,7 +37,7 @@ from samestep.torch_internals import set_timeout
 from samestep.version import __version__
 from samestep.world.environment import Environment, read_host, read_master
 from samestep.world.group import Group, open_group
-from samestep.world.host import read_host_id
+from samestep.world.host import find_source, read_host_id
 from samestep.world.process_group import StoreExchange, choose_device, close_group
 
 PASS = "pass"
@@ -246,9 +246,8 @@ def look_at_connections(context: Context) -> list[str] | None:
     leaders = context.participants.leaders
     if len(leaders) == 1 or not context.is_leader:
         return None
-    with socket.create_server(("", 0)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((read_master()[0], 1))  # sends nothing, and finds the address on the route to rank 0
-        mine = [probe.getsockname()[0], server.getsockname()[1]]
+    with socket.create_server(("", 0)) as server:
+        mine = [find_source(read_master()[0]), server.getsockname()[1]]
         theirs = context.exchange.exchange("connections", mine, EXCHANGE_S, leaders)
         others = [node for node, leader in enumerate(leaders) if leader in theirs and theirs[leader] != mine]
         with ThreadPoolExecutor(8) as pool:
@@ -449,7 +448,13 @@ def examine(
                 findings += found
                 if not json:
                     _print(found)
-        _wait_for_rank_0(exchange)
+        with suppress(RuntimeError):  # rank 0, whose process can hold the store, ends last
+            if rank == 0:
+                exchange.post("end", True)
+                exchange.collect("bye", PARTING_S, range(1, exchange.world_size))
+            else:
+                exchange.collect("end", END_S, [0])
+                exchange.post("bye", True)
     except (OSError, RuntimeError) as error:  # of the store; `look` returns those of a check
         raise Error(
             f"rank {rank} cannot reach the rendezvous store ({describe_error(error)}): {STORE_ADVICE}", code="SS507"
@@ -520,14 +525,3 @@ def judge_answers(
         where = participants.name_ranks([rank for rank, other in reasons.items() if other == reason])
         findings.append(Finding(check.name, FAIL, f"could not be checked on {where}: {reason}", check.advice))
     return findings if reasons and not facts else [*findings, *check.judge(participants, facts)]
-
-
-def _wait_for_rank_0(exchange: StoreExchange) -> None:
-    """Wait for the report. Rank 0, whose process can hold the store, ends last."""
-    with suppress(RuntimeError):
-        if exchange.rank == 0:
-            exchange.post("end", True)
-            exchange.collect("bye", PARTING_S, range(1, exchange.world_size))
-        else:
-            exchange.collect("end", END_S, [0])
-            exchange.post("bye", True)
