@@ -35,7 +35,6 @@ from samestep.files import open_regular, read_text
 T = TypeVar("T")
 
 Program = subprocess.Popen[bytes]  # noqa: TID251
-PR_SET_PDEATHSIG = 1
 # Limit of the wait of a fork for threads, and of theirs for it: the watchdog must run although a fork hangs, and the
 # script must continue although the store that a thread queries does not answer.
 FORK_LIMIT_S = 10.0
@@ -111,7 +110,7 @@ def die_with_parent() -> None:
     """Make the kernel kill this process when the thread that started it ends."""
     import ctypes
 
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def wait_until(condition: Callable[[], T], within_s: float, every_s: float = 0.02) -> T:

@@ -17,7 +17,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reports]:
     found = Reports()
     monkeypatch.setattr(rank_reports, "_file", found.file)
     yield found
-    found.close()
+    os.close(found.file)
 
 
 def test_the_newest_report_counts(launcher: Reports) -> None:

@@ -32,7 +32,6 @@ NOT_CALLED = (
 FLAGS = {"validation": "validating", "test": "testing"}
 OF_METRICS = "states of metrics"
 TRAINING = "training"
-EVALUATION = "evaluation"
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Logs:
         plain: names of a step's and an epoch's value, where `self.log` gave one name for both -> that name.
         metrics: the metrics of torchmetrics.
         of_metrics: names of metrics whose values over the training epoch are wanted.
-        step_of: TRAINING or EVALUATION while the module runs a step of it, else "".
+        step_of: TRAINING or "evaluation" while the module runs a step of it, else "".
     """
 
     def __init__(self, run: Run, trainer: Trainer) -> None:
@@ -530,7 +529,7 @@ def _evaluate(run: Run, trainer: Trainer, kind: str, loader: Any, logs: Logs) ->
             scores[OF_METRICS] = PerMicroBatch(metrics.take())
         return scores
 
-    logs.step_of = EVALUATION
+    logs.step_of = "evaluation"
     values: dict[str, Any] = run.evaluate(score, loader)
     logs.step_of = ""
     _, of_metrics = metrics.fold(values.pop(OF_METRICS, []))

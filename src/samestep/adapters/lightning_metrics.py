@@ -27,8 +27,9 @@ class Metrics:
                 if isinstance(layer, torchmetrics.MetricCollection):  # else only the first of a group has a state
                     layer._enable_compute_groups = False  # noqa: SLF001
                     layer.add_metrics({})
-            named = module.named_modules()
-            self._metrics = {path: layer for path, layer in named if isinstance(layer, torchmetrics.Metric)}
+            self._metrics = {
+                path: layer for path, layer in module.named_modules() if isinstance(layer, torchmetrics.Metric)
+            }
         for metric in self._metrics.values():
             metric.distributed_available_fn = _is_never_distributed  # else it would reduce its state over ranks
         self._aside: dict[str, State] = {}

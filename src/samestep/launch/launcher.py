@@ -164,43 +164,6 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     return match[1] or match[2], port
 
 
-def record_signals() -> list[int]:
-    """Record the signals to stop that this process receives from now on.
-
-    The first is forwarded to the ranks; the second kills them.
-    """
-    received: list[int] = []
-    for signum in FORWARDED_SIGNALS:
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, and & in a shell, ignore some
-            signal.signal(signum, lambda number, _: received.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see cli.main
-    return received
-
-
-def open_store(address: str = LOCALHOST, port: int = 0) -> Any:  # TCPStore
-    """Open a rendezvous store at an address of this machine ("": all IPv4 ones). Port 0 is a free one.
-
-    Raises Error if the port cannot be opened.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        listener = socket.create_server((address, port), family=family, backlog=1024)
-    except OSError as error:
-        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
-        raise Error(f"port {port} {reason} here: choose another one, on all nodes", code="SS509") from None
-    return TCPStore(
-        address or "localhost",
-        listener.getsockname()[1],
-        None,
-        True,
-        timedelta(seconds=300),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
 # --- the agent of a machine -------------------------------------------------------------------------------------------
 
 
@@ -298,7 +261,7 @@ class Agent:
     def close(self) -> None:
         """Remove the temporary files."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        self.reports.close()
+        os.close(self.reports.file)
 
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, waiting for a moment."""
@@ -426,6 +389,30 @@ class Agent:
 # --- a launch ---------------------------------------------------------------------------------------------------------
 
 
+def open_store(address: str = LOCALHOST, port: int = 0) -> Any:  # TCPStore
+    """Open a rendezvous store at an address of this machine ("": all IPv4 ones). Port 0 is a free one.
+
+    Raises Error if the port cannot be opened.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+        raise Error(f"port {port} {reason} here: choose another one, on all nodes", code="SS509") from None
+    return TCPStore(
+        address or "localhost",
+        listener.getsockname()[1],
+        None,
+        True,
+        timedelta(seconds=300),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
 class Supervision:
     """The supervisor with what it needs to act: the ranks' store, and the links to other nodes.
 
@@ -550,6 +537,19 @@ def _follow(agent: Agent, link: Link) -> Finish:
                     "resume from the newest snapshot",
                 )
     return agent.end
+
+
+def record_signals() -> list[int]:
+    """Record the signals to stop that this process receives from now on.
+
+    The first is forwarded to the ranks; the second kills them.
+    """
+    received: list[int] = []
+    for signum in FORWARDED_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, and & in a shell, ignore some
+            signal.signal(signum, lambda number, _: received.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see cli.main
+    return received
 
 
 def run_launch(target: Target, values: dict[str, Any], nodes: Nodes) -> int:

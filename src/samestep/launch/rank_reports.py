@@ -213,10 +213,6 @@ class Reports:
                 self.outcome = message.outcome
                 self.run = message.run or self.run
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self.file)
-
 
 def describe_death(code: int) -> str:
     """Describe the end of a process that has left no report, from its exit code or minus its signal."""

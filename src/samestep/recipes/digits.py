@@ -66,8 +66,11 @@ class CNN(nn.Module):
 
     @staticmethod
     def block(num_inputs: int, num_outputs: int, stride: int = 1) -> nn.Sequential:
-        convolution = nn.Conv2d(num_inputs, num_outputs, kernel_size=3, stride=stride, padding=1, bias=False)
-        return nn.Sequential(convolution, nn.BatchNorm2d(num_outputs), nn.ReLU())
+        return nn.Sequential(
+            nn.Conv2d(num_inputs, num_outputs, kernel_size=3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(num_outputs),
+            nn.ReLU(),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.head(self.features(images))

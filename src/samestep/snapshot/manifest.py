@@ -262,8 +262,7 @@ def _check_extent(directory: Path, placed: tuple[str, int, Extent]) -> str | Non
     try:
         with open(directory / file, "rb", opener=open_regular) as opened:
             opened.seek(start)
-            parts = (opened.read(min(_BUFFER_BYTES, end - at)) for at in range(start, end, _BUFFER_BYTES))
-            checksum = hash_chunks(parts)
+            checksum = hash_chunks(opened.read(min(_BUFFER_BYTES, end - at)) for at in range(start, end, _BUFFER_BYTES))
     except OSError as error:
         return f"{file} cannot be read ({error.strerror})"
     return None if checksum == sha256 else f"{file} is damaged (somewhere in bytes {start} to {end})"

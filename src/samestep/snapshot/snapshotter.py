@@ -154,7 +154,8 @@ class Writer:
 
     def _write(self) -> None:
         self.copy.run()
-        _lower_priority()
+        with suppress(OSError):  # nice +10: each thread has its own priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
         parts = self._location.prepare(self.order, self._tensors)
         self.prepared.set()
         with at_rest():
@@ -165,12 +166,6 @@ class Writer:
             self._location.commit(self.order, parts)
         else:
             self._location.abort(self.order)
-
-
-def _lower_priority() -> None:
-    """Lower this thread's priority (nice +10)."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
 
 
 class Snapshotter:

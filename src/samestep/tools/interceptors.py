@@ -51,8 +51,7 @@ class Tracer(Interceptor):
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
         super().__init__(context, options)
-        path = Path(options["dir"], f"rank-{context.rank}.jsonl")
-        self._file = open(path, "a", opener=open_regular)  # noqa: SIM115
+        self._file = open(Path(options["dir"], f"rank-{context.rank}.jsonl"), "a", opener=open_regular)  # noqa: SIM115
         self.modules: Mapping[str, nn.Module] = {}
 
     def prepare(self, modules: Mapping[str, nn.Module]) -> None:
@@ -223,8 +222,11 @@ class Replay(Tracer):
 
     def _measure(self) -> dict[str, Any]:
         """Return the norm of the gradient, and its norms by parameter, the largest first."""
-        grads = zip(self.loop.gradients.plan.names, self._grads, strict=True)
-        norms = {name: float(grad.detach().double().norm()) for name, grad in grads if grad is not None}
+        norms = {
+            name: float(grad.detach().double().norm())
+            for name, grad in zip(self.loop.gradients.plan.names, self._grads, strict=True)
+            if grad is not None
+        }
         ordered = sorted(norms, key=lambda name: (norms[name] <= sys.float_info.max, -norms[name]))
         total = float(np.linalg.norm([*norms.values()])) if norms else 0.0
         return {"norm": total, "norms": {name: norms[name] for name in ordered[:MAX_NORMS]}}
@@ -299,7 +301,19 @@ class Trace(Tracer):
         self._facts = []
         if not self._has_begun:
             self._has_begun = True
-            self._write_begin(step.number)
+            settings = self.context.config
+            self.write(
+                {
+                    "world_size": self.context.world_size,
+                    "begin": step.number,
+                    "num_micro_batches": settings.batch_size // settings.micro_batch_size,
+                    "micro_batch_size": settings.micro_batch_size,
+                    "shard": settings.shard if self.context.world_size > 1 else None,
+                }
+            )
+            state = self.loop.build_state({"step": step.number})  # on all ranks, which may have slices of it
+            if self.context.rank == 0:
+                self._facts += (("initial", name, hash_tensor(tensor)) for name, tensor in encode(state)[1].items())
         kill = self.options.get("kill")
         if kill and kill["rank"] == self.context.rank and kill["step"] <= step.number:
             if step.number == kill["last"]:  # nothing has killed it before
@@ -344,21 +358,6 @@ class Trace(Tracer):
             self._facts += (("state", name, value[:16]) for name, value in hashes.items())
             self._facts += (("value", name, value) for name, value in flatten(state))
         self.write(line)
-
-    def _write_begin(self, first_step: int) -> None:
-        settings = self.context.config
-        self.write(
-            {
-                "world_size": self.context.world_size,
-                "begin": first_step,
-                "num_micro_batches": settings.batch_size // settings.micro_batch_size,
-                "micro_batch_size": settings.micro_batch_size,
-                "shard": settings.shard if self.context.world_size > 1 else None,
-            }
-        )
-        state = self.loop.build_state({"step": first_step})  # on all ranks, which may have slices of it
-        if self.context.rank == 0:
-            self._facts += (("initial", name, hash_tensor(tensor)) for name, tensor in encode(state)[1].items())
 
     def _arm(self, kill: dict[str, Any]) -> None:
         """Arrange to kill this process after some time, or at one of its next operations on a snapshot's files."""

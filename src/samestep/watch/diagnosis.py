@@ -167,10 +167,8 @@ def _describe_silent(silent: Sequence[Beat], still_s: float) -> str:
 
 def _describe_waiting(groups: Mapping[str, Sequence[Beat]], still_s: float) -> str:
     """Describe ranks that all wait for other ranks."""
-    if len(groups) == 1:
-        why = "a message between them is lost, or very slow"
-    else:
-        why = "one of these collectives is called by some ranks only"
+    lost = "a message between them is lost, or very slow"
+    why = lost if len(groups) == 1 else "one of these collectives is called by some ranks only"
     named = [f"{_name(beats)} {where}" for where, beats in [*groups.items()][:MAX_GROUPS]]
     return f"the ranks have waited for each other for {format_time(round(still_s))}: {', '.join(named)}: {why}"
 

@@ -143,6 +143,4 @@ def _format(value: Any) -> str:
     number = to_number(value)
     if number is None:
         return str(value)
-    if isinstance(number, int) or 1000 <= abs(number) < 1e9:
-        return f"{number:,.0f}"
-    return f"{number:.4g}"
+    return f"{number:,.0f}" if isinstance(number, int) or 1000 <= abs(number) < 1e9 else f"{number:.4g}"

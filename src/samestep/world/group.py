@@ -128,8 +128,9 @@ class Group(Transport, Held):
         self._notify = notify
         self._refuses = False
         if self._membership is None:
-            store = connect_to_store()
-            membership = Membership(store, environment.secret, environment.rank, range(environment.world_size))
+            membership = Membership(
+                connect_to_store(), environment.secret, environment.rank, range(environment.world_size)
+            )
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
             self._membership = membership
             self.waiter = None if self._uses_nccl else Waiter()
@@ -225,9 +226,13 @@ class Group(Transport, Held):
         self.world_size = len(membership.members)
         if self.world_size == 1:
             return
-        store = membership.open_store()
-        backend = NCCL if self._uses_nccl else "gloo"
-        open_process_group(backend, GENERATION_S, store=store, rank=self.rank, world_size=self.world_size)
+        open_process_group(
+            NCCL if self._uses_nccl else "gloo",
+            GENERATION_S,
+            store=membership.open_store(),
+            rank=self.rank,
+            world_size=self.world_size,
+        )
         self.local_sockets = connect(self, check=membership.check_newest)
 
     def close(self) -> None:

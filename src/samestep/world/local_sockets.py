@@ -157,6 +157,5 @@ def _accept(
 
 def _read_pid(connection: socket.socket) -> int:
     """Ask the kernel for the process at the other end."""
-    size = struct.calcsize("3i")
-    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(pid)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])

@@ -312,9 +312,7 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, tuple[str, Any]]:
 
 def describe_failure(error: BaseException) -> tuple[str, Any]:
     """Return an exception of this rank as an outcome for `read_outcomes`, which can be gathered."""
-    if isinstance(error, Error):
-        return "error", error
-    return "failure", f"{type(error).__name__}: {error}"
+    return ("error", error) if isinstance(error, Error) else ("failure", f"{type(error).__name__}: {error}")
 
 
 def read_outcomes(outcomes: Mapping[int, tuple[str, Any]]) -> list[Any]:

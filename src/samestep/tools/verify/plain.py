@@ -88,8 +88,8 @@ def run_plain(target: Target, values: Values, world_sizes: Sequence[int]) -> int
 
 def _start(target: Target, size: int, directory: Path, num_steps: int, deadline_s: float | None) -> int | None:
     """Start the script in the copy, with records in `directory`. Returns the exit code; None: it did not end."""
-    hook = json.dumps([RECORDER, {"dir": str(directory), "steps": num_steps}])
-    variables = {"PYTHONHASHSEED": "0"} | child_variables() | {HOOK: hook, "WANDB_MODE": "disabled"}
+    variables = {"PYTHONHASHSEED": "0"} | child_variables() | {"WANDB_MODE": "disabled"}
+    variables[HOOK] = json.dumps([RECORDER, {"dir": str(directory), "steps": num_steps}])
     command = target.to_full_command(size)
     with running(command, variables, directory / "output", directory / "copy") as process, suppress(TimeoutExpired):
         return process.wait(deadline_s)
