@@ -15,13 +15,13 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import get_worker_info
@@ -32,8 +32,6 @@ from samestep.snapshot.store import Store
 from samestep.train.watchdog import Watchdog
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37  # 5 steps per epoch, the last one with 5 samples: 2 + 2 + 1
-NUM_EPOCHS = 3
-DEADLINE_S = 60.0
 # "committing": a snapshot of this step is about to become visible. "worker": a DataLoader worker has read so many
 # samples. "regrouping": a rank has joined the group without a dead rank, and no heartbeat there; its step is 0.
 MOMENTS = ("forward", "validation", "committing", "worker", "regrouping")
@@ -72,19 +70,15 @@ class Faults:
         if action == "raise":
             raise RuntimeError(f"a fault: {fault}")
         if action == "hold":
-            self._hold()
+            (self._directory / f"held-{self._rank}").touch()
+            wait_until(self._is_released, "the test releases the rank")
         else:
             os.kill(os.getpid(), SIGNALS[action])
 
-    def _hold(self) -> None:
-        (self._directory / f"held-{self._rank}").touch()
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not (self._directory / "go").exists():
-            if self.run._services.stopping.signals.heard:
-                (self._directory / f"heard-{self._rank}").touch()
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("the test has not released the rank")
-            time.sleep(0.005)
+    def _is_released(self) -> bool:
+        if self.run._services.stopping.signals.heard:
+            (self._directory / f"heard-{self._rank}").touch()
+        return (self._directory / "go").exists()
 
     def watch_samestep(self) -> None:
         """Make this rank reach the moments at which no line of a script runs."""
@@ -135,7 +129,7 @@ def build_model() -> nn.Module:
 
 
 def train(
-    run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = NUM_EPOCHS, num_workers: int = 0,
+    run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = 3, num_workers: int = 0,
     settled: bool = False, **arguments: Any,
 ) -> Path:  # fmt: skip
     """Trains a run, or the rest of it. Returns its directory.
@@ -165,20 +159,19 @@ def train(
         scores = average(images + 0.3 * torch.randn_like(images))
         return {"loss": F.cross_entropy(scores, kinds), "accuracy": (scores.argmax(1) == kinds).float().mean()}
 
-    def train_step(step: Any) -> None:
-        if settled:
-            run._services.snapshotter.wait_until_written()
-            run._context.group.barrier()
-        for images, kinds in step:
-            scores = model(images)
-            faults.reach("forward")
-            step.backward(F.cross_entropy(scores, kinds))
-            step.log(accuracy=(scores.argmax(1) == kinds).float().mean())
-        run.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        average.update_parameters(model)
-
-    def validate(steps_done: int) -> None:
+    for epoch in run.epochs(samples, epochs, num_workers=num_workers):
+        for step in epoch:
+            if settled:
+                run._services.snapshotter.wait_until_written()
+                run._context.group.barrier()
+            for images, kinds in step:
+                scores = model(images)
+                faults.reach("forward")
+                step.backward(F.cross_entropy(scores, kinds))
+                step.log(accuracy=(scores.argmax(1) == kinds).float().mean())
+            run.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            average.update_parameters(model)
         validation = run.evaluate(score, held_out)
         again = run.evaluate(score, held_out)  # draws other noise
         schedule.step(validation["loss"])
@@ -187,13 +180,8 @@ def train(
         run.log({"again/loss": again["loss"]})
         run.state.setdefault("losses", []).append(validation["loss"])
         if validation["loss"] <= min(run.state["losses"]):
-            run.state["best_step"] = steps_done
+            run.state["best_step"] = run.steps_done
             run.snapshot("best")
-
-    for epoch in run.epochs(samples, epochs, num_workers=num_workers):
-        for step in epoch:
-            train_step(step)
-        validate(run.steps_done)
     if run.rank == 0:
         with open(directory / "after", "a") as file:
             print(run.steps_done, file=file)

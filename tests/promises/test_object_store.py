@@ -76,11 +76,6 @@ class Cluster:
     def machine(self, number: int) -> Path:
         return self._place / f"machine-{number}"
 
-    def copy(self, number: int) -> Path:
-        """The only working copy of a machine."""
-        [path] = self.machine(number).iterdir()
-        return path
-
     def spawn(
         self, machine: int, num_ranks: int = 1, *plan: tuple[str, str, int], env: Mapping[str, str] = {},
         **arguments: Any,
@@ -179,8 +174,9 @@ def test_a_store_that_is_full_for_a_while(
     """It is a warning, and the next snapshot uploads all files. At the end it is an error until the next start."""
     with pytest.raises(Error) as caught:
         cluster.spawn(0, 1, ("full", "step-00000015/state.json", 0), settled=True)
+    [copy] = cluster.machine(0).iterdir()
     why = "(OSError: [Errno 28] No space left on device)"
-    said = f"the snapshot of step 15 is in {cluster.copy(0)} only: it could not be uploaded to {cluster.url} {why}"
+    said = f"the snapshot of step 15 is in {copy} only: it could not be uploaded to {cluster.url} {why}"
     assert f"{said}; fix this, and start the same command again" in str(caught.value)
     assert "step-00000015" not in cluster.snapshots()
     assert "step-00000012" in cluster.snapshots()

@@ -41,10 +41,6 @@ def compute_mean(model: nn.Module, x: Tensor, y: Tensor, units: Tensor) -> Tenso
     return (units * ((model(x) - y) ** 2).mean(1)).sum() / units.sum()
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
 def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_size: int, by_units: bool) -> list[Row]:
     """Per step: its errors against a reference of the whole batch, and the reference's own metrics."""
     run = samestep.Run(run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, log_every=1)
@@ -73,17 +69,12 @@ def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_si
             whole = copy.deepcopy(model)
             loss = compute_mean(whole, data.x[indices], data.y[indices], units)
             wanted = torch.autograd.grad(loss, list(whole.parameters()))
-            errors = [relative(p.grad, w) for p, w in zip(model.parameters(), wanted, strict=True)]
+            errors = [((p.grad - w).norm() / w.norm()).item() for p, w in zip(model.parameters(), wanted, strict=True)]
             first = float((units * data.x[indices, 0]).sum() / units.sum())
             rows.append({"gradient": max(errors), "loss": (float(step.loss), loss.item()), "first": first})
             optimizer.step()
         assert sorted(used) == list(range(len(data))), "each epoch uses each sample once"
     return rows
-
-
-def measure_runs(runs: list[tuple[Path, Weighted, int, int, bool]]) -> list[list[Row]]:
-    """Several runs in one launch."""
-    return [measure_steps(*arguments) for arguments in runs]
 
 
 @given(data=st.data())
@@ -98,12 +89,9 @@ def test_a_step_is_the_whole_batch(tmp_path_factory: pytest.TempPathFactory, dat
         by_units = data.draw(st.booleans(), "weighted by units")
         run_dir = tmp_path_factory.mktemp("whole") / "run"
         runs.append((run_dir, Weighted(num_samples), num_micro_batches * micro_batch_size, micro_batch_size, by_units))
-    for (run_dir, *_), rows in zip(runs, samestep.spawn(measure_runs, world_size, (runs,)), strict=True):
-        assert_right(rows, run_dir)
-
-
-def assert_right(rows: list[Row], run_dir: Path) -> None:
-    for row, logged in zip(rows, read_rows(run_dir), strict=True):
+    measured = samestep.spawn(lambda: [measure_steps(*arguments) for arguments in runs], world_size)
+    logged_rows = [row for run_dir, *_ in runs for row in read_rows(run_dir)]
+    for row, logged in zip(chain.from_iterable(measured), logged_rows, strict=True):
         if not row:  # a step of samples without units
             assert "train/loss" not in logged
             assert logged["train/skipped_steps"] > 0
