@@ -129,12 +129,8 @@ class Instance:
         if is_package:
             module.__path__ = [os.path.dirname(path)]
         self._modules[name] = module
-        try:
-            with _installed({name: module}):  # where dataclasses look for the module of a class
-                exec(code, module.__dict__)
-        except BaseException:
-            del self._modules[name]
-            raise
+        with _installed({name: module}):  # where dataclasses look for the module of a class
+            exec(code, module.__dict__)
         if parent:
             setattr(self._modules[parent], last, module)
         self._replace_parts(name, module)

@@ -124,7 +124,10 @@ class Ring:
 
 
 class Transfer:
-    """A message on its way, for one of its ends: the handle that isend or irecv returns."""
+    """A message on its way, for one of its ends: the handle that isend or irecv returns.
+
+    Its `is_over` says whether it is done, or never will be.
+    """
 
     def __init__(self, own: Endpoint, peer: int, tag: int) -> None:
         self.is_done = False
@@ -135,10 +138,6 @@ class Transfer:
     @property
     def other(self) -> Endpoint:
         return self._own.ring.endpoints[self._peer]
-
-    def is_over(self) -> bool:
-        """Whether it is done, or never will be."""
-        raise NotImplementedError
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._own.process.wait(self.is_over, None, f"{type(self).__name__.lower()}.wait {self._peer}")
@@ -206,8 +205,7 @@ class Distributed(ModuleType):
         super().__init__("torch.distributed")
         self.distributed_c10d = self
         self.group = SimpleNamespace(WORLD=None)
-        self._world = ModuleType("world")  # samestep resets its `group_count`
-        self._world.pg_map = {}  # type: ignore[attr-defined]
+        self._world = SimpleNamespace()  # samestep resets its `group_count`
         for name in ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError", "default_pg_timeout"):
             setattr(self, name, getattr(real, name))
 
@@ -252,14 +250,8 @@ class Distributed(ModuleType):
         pass
 
     def init_process_group(
-        self, backend: str, *, timeout: timedelta, store: Any = None, rank: int = -1, world_size: int = -1
+        self, backend: str, *, timeout: timedelta, store: StoreHandle, rank: int, world_size: int
     ) -> None:
-        variables = self._process.variables
-        if store is None:
-            port = int(variables["MASTER_PORT"])
-            store = StoreHandle(self._process, self._network.find_store(port), "default_pg/")
-            rank = int(variables["RANK"])
-            world_size = int(variables["WORLD_SIZE"])
         ring = self._network.find_ring((id(store.store), store.prefix), world_size)
         own = Endpoint(self._process, ring, rank)
 

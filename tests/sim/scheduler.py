@@ -37,10 +37,6 @@ class Hang(Exception):
     """No task can continue, or the run takes too long."""
 
 
-class Environ(dict[str, str]):
-    """The environment of a simulated process."""
-
-
 class Process:
     """A simulated process.
 
@@ -63,7 +59,7 @@ class Process:
         self.name = name
         self.rank = rank
         self.pid = scheduler.new_pid()
-        self.variables = type("Environ", (Environ,), {})(variables)  # a class of its own: samestep may change it
+        self.variables = type("Environ", (dict,), {})(variables)  # a class of its own: samestep may change it
         self.random = random.Random(f"{scheduler.seed}/{self.pid}")
         self.tasks: list[Task] = []
         self.is_dead = False
@@ -78,7 +74,7 @@ class Process:
         self.endpoints: list[Any] = []
         self.torch_globals: TorchGlobals | None = None
         self.instance: Any = None
-        self.main_thread = SimpleNamespace(name="MainThread", ident=0, daemon=False, is_alive=lambda: not self.is_dead)
+        self.main_thread = SimpleNamespace(is_alive=lambda: not self.is_dead)
 
     @property
     def has_ended(self) -> bool:
@@ -145,9 +141,7 @@ class Task:
         self.turn.acquire()
 
     def can_run(self, now_s: float) -> bool:
-        """Whether it can continue at this time."""
-        if self.process.is_dead:
-            return True
+        """Whether it can continue at this time, in a process that is alive."""
         if self.process.frozen_until_s > now_s:
             return False
         if self.process.signals and self.is_main:

@@ -247,20 +247,13 @@ def _build_threading(own: "Instance") -> Facade:
         def __init__(self) -> None:
             self._is_held = False
 
-        def acquire(self) -> bool:
+        def __enter__(self) -> None:
             if self._is_held:
                 own.process.wait(lambda: not self._is_held, None, "lock")
             self._is_held = True
-            return True
-
-        def release(self) -> None:
-            self._is_held = False
-
-        def __enter__(self) -> bool:
-            return self.acquire()
 
         def __exit__(self, *_: object) -> None:
-            self.release()
+            self._is_held = False
 
     class Event:
         def __init__(self) -> None:
@@ -279,9 +272,9 @@ def _build_threading(own: "Instance") -> Facade:
     class Condition(Lock):
         def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
             if not predicate():
-                self.release()
+                self.__exit__()
                 own.process.wait(predicate, timeout, "condition")
-                self.acquire()
+                self.__enter__()
             return predicate()
 
         def notify_all(self) -> None:
@@ -296,12 +289,6 @@ def _build_threading(own: "Instance") -> Facade:
             self.daemon = bool(daemon)
             self._call = target, args, kwargs or {}
             self._task: Task | None = None
-
-        @property
-        def ident(self) -> int | None:
-            return None if self._task is None else self._task.ident
-
-        native_id = ident
 
         def start(self) -> None:
             self._task = own.process.start(self._begin, self.name, daemon=self.daemon)
@@ -341,9 +328,7 @@ def _build_threading(own: "Instance") -> Facade:
 
     def current_thread() -> Any:
         task = own.process.scheduler.current
-        if task is None or task.is_main:
-            return own.process.main_thread
-        return SimpleNamespace(name=task.name, ident=task.ident, daemon=task.daemon)
+        return own.process.main_thread if task is None or task.is_main else task
 
     def shut_down() -> None:
         current = own.process.scheduler.current
