@@ -6,7 +6,6 @@ other tests cover, too.
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.commands import Popen
+from promises.trial import Started
 from support.ports import reserve_port
-from support.runs import check, clean_variables, digest, find_tests, kill_tree, read_rows, samestep_command
+from support.runs import check, digest, find_tests, read_rows, samestep_command
 from support.snapshots import read_snapshot
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -301,7 +300,7 @@ def launch_nodes(directory: Path, world_size: int, *flags: str, **arguments: Any
     Returns the exit codes of the launchers, and what they have printed.
     """
     (directory / "script.py").write_text(NODE)
-    nodes = []
+    nodes: list[Started] = []
     with reserve_port() as port:
         for k in range(world_size):
             command = [
@@ -309,26 +308,14 @@ def launch_nodes(directory: Path, world_size: int, *flags: str, **arguments: Any
                 "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "--device", "cuda:0", *flags,
                 "script.py", repr(arguments),
             ]  # fmt: skip
-            variables = {"SAMESTEP_RDZV_SECRET": "secret of the nodes", "NCCL_HOSTID": f"host-{k}"}
-            variables["PYTHONPATH"] = find_tests()
-            with (directory / f"node-{k}.txt").open("w") as output:
-                nodes.append(
-                    Popen(
-                        command,
-                        cwd=directory,
-                        env=clean_variables(variables),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            variables = {"SAMESTEP_RDZV_SECRET": "secret of the nodes", "PYTHONPATH": find_tests()}
+            nodes.append(Started(command, directory / f"node-{k}", {**variables, "NCCL_HOSTID": f"host-{k}"}))
         try:
-            codes = [node.wait(240) for node in nodes]
+            codes = [node.finish(240) for node in nodes]
         finally:
             for node in nodes:
-                kill_tree(node.pid)
-                node.wait()
-    return codes, "\n".join((directory / f"node-{k}.txt").read_text() for k in range(world_size))
+                node.close()
+    return codes, "\n".join(node.output for node in nodes)
 
 
 @pytest.mark.gpu

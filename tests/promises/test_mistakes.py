@@ -192,13 +192,6 @@ def test_arguments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(samestep.Error, match="device cuda was asked for, but torch finds no GPU: leave the option out"):
-        samestep.spawn(lambda: samestep.Run(None, batch_size=4, micro_batch_size=1, device="cuda"))
-
-
 # --- correct code -----------------------------------------------------------------------------------------------------
 
 
