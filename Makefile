@@ -75,13 +75,16 @@ newest:
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -n 3 --dist worksteal
 
+# Sets of strings have the same order in each process.
+SIMULATE = PYTHONHASHSEED=0 PYTHONPATH=tests:$$PYTHONPATH $(BIN)/python
+
 # Run simulated scenarios, thousands of starts and faults in one process: make sim ARGS="--minutes 10 --seed 1".
 sim: $(VENV)/installed-dev
-	$(BIN)/python tests/sim/explore.py $(ARGS)
+	$(SIMULATE) -m sim.explore $(ARGS)
 
 # Plant faults in the source, one at a time, and show which the simulation finds: 10 minutes.
 mutants: $(VENV)/installed-dev
-	$(BIN)/python tests/sim/mutants.py $(ARGS)
+	$(SIMULATE) -m sim.mutants $(ARGS)
 
 # pip would compile the packages on one core. Some contain files that do not compile, which pip ignores, too.
 define install

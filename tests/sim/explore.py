@@ -1,16 +1,10 @@
 """Runs simulated scenarios from random seeds, and prints one that fails: `make sim`."""
 
 import argparse
-import os
 import secrets
 import sys
 import time
 import traceback
-from pathlib import Path
-
-if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sim.scenarios import PINNED, Scenario, plan
 from sim.trials import Laboratory

@@ -14,10 +14,6 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from sim.instances import Pool
 from sim.planted import PLANTED, SOURCE, Planted
 from sim.scenarios import Scenario, plan

@@ -1,29 +1,19 @@
 """Simulated runs from fresh seeds, and from the seeds of failures found before. See docs/dev/simulation.md."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.runs import check, find_tests, run_command
 
 from sim.planted import PLANTED, SOURCE
 from sim.scenarios import Scenario, plan
 
-EXPLORE = Path(__file__).with_name("explore.py")
-
 
 def explore(*arguments: str) -> str:
     """Run explore.py in a process of its own, which it changes. Returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, EXPLORE, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = [sys.executable, "-m", "sim.explore", *arguments]
+    env = {"PYTHONHASHSEED": "0", "PYTHONPATH": find_tests()}
+    return check(run_command(*command, cwd=SOURCE.parents[1], env=env, timeout=280, real=True)).stdout
 
 
 def test_random_runs_give_the_run_of_one_rank() -> None:

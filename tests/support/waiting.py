@@ -1,7 +1,8 @@
 """Waits for conditions for which there is no event."""
 
-import time
 from collections.abc import Callable
+
+from samestep import processes
 
 DEADLINE_S = 120.0  # of what takes seconds on an idle machine
 
@@ -10,7 +11,4 @@ def wait_until(condition: Callable[[], object], what: str, every_s: float = 0.00
     """Wait for a condition that other processes or threads fulfil. Fail with `what` if it takes too long. `every_s`:
     time between two checks; longer for a condition that starts processes.
     """
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {DEADLINE_S:.0f} s: {what}"
-        time.sleep(every_s)
+    assert processes.wait_until(condition, DEADLINE_S, every_s), f"not within {DEADLINE_S:.0f} s: {what}"
