@@ -316,7 +316,8 @@ FAULTS: dict[str, tuple[dict[int, tuple[int, list[int]]], str]] = {  # name -> o
     "a step used again": ({4: PLANNED[3]}, OTHERS),
     "samples of an old epoch": ({4: PLANNED[0]}, OTHERS),
     "one other sample": ({4: (1, [*PLANNED[4][1][:-1], PLANNED[3][1][0]])}, OTHERS),
-    "another order": ({4: (1, PLANNED[4][1][::-1])}, OTHERS),
+    "another order in a micro-batch": ({4: (1, [*PLANNED[4][1][1::-1], *PLANNED[4][1][2:]])}, OTHERS),
+    "another order of micro-batches": ({4: (1, [*PLANNED[4][1][2:], *PLANNED[4][1][:2]])}, OTHERS),
     "another epoch": ({4: (2, PLANNED[4][1])}, "step 4: the ledger records 8 samples of epoch 2"),
 }
 
