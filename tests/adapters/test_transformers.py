@@ -14,10 +14,10 @@ from support.runs import digest, read_rows
 
 import samestep
 
-transformers = pytest.importorskip("transformers")
+hf = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
+datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
 
 KINDS = ("bert", "gpt2", "t5", "vit", "lora")
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 22, 8, 2  # the last step of an epoch is short
@@ -26,8 +26,6 @@ SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 
 def build_model(kind: str, dropout: float = 0.0) -> Any:
     """A random model of a few thousand parameters."""
-    import transformers as hf
-
     if kind == "bert":
         rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
         return hf.BertForMaskedLM(hf.BertConfig(**SIZES, **rates, intermediate_size=32, max_position_embeddings=16))
@@ -36,8 +34,6 @@ def build_model(kind: str, dropout: float = 0.0) -> Any:
         sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
         model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
         if kind == "lora":
-            import peft
-
             settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True)
             model = peft.get_peft_model(model, settings)
         return model
@@ -78,8 +74,6 @@ FIELDS: dict[str, Any] = {
 
 def build_recorder() -> Any:
     """A callback that records its events, with the position, the control flow and the names of values."""
-    import transformers as hf
-
     class Recorder(hf.TrainerCallback):
         def __init__(self) -> None:
             self.events: list[Any] = []
@@ -106,8 +100,6 @@ EVENTS = (
 
 def train_with_both(kind: str, directory: Path, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train copies of one model in one rank. Returns the results of transformers and of samestep."""
-    import transformers as hf
-
     from samestep.adapters.transformers import Trainer, TrainingArguments
 
     fields = FIELDS | {"save_strategy": "no", "eval_strategy": "epoch"} | fields
@@ -178,8 +170,6 @@ def test_as_transformers_itself(results: dict[str, Any], case: str) -> None:
 
 def build_tokenizer() -> Any:
     import tokenizers
-    import transformers as hf
-
     words = {word: i for i, word in enumerate(["[PAD]", "[MASK]", "[UNK]", *(f"w{i}" for i in range(37))])}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -189,8 +179,6 @@ def build_tokenizer() -> Any:
 
 def train(kind: str, directory: Path, max_steps: int | None = None, **fields: Any) -> tuple[float, dict[str, Any], Any]:
     """Train with dropout, masked words and workers. Returns (loss, metrics, names of the files that are saved)."""
-    import transformers as hf
-
     from samestep.adapters.transformers import Trainer, TrainingArguments
 
     if max_steps is not None:
@@ -205,8 +193,6 @@ def train(kind: str, directory: Path, max_steps: int | None = None, **fields: An
     options: dict[str, Any] = {}
     train_data, held_out = build_data(kind, NUM_SAMPLES, 0), build_data(kind, 9, 1)
     if kind in ("bert", "t5"):
-        import datasets
-
         tokenizer = build_tokenizer()
         texts = [{"text": " ".join(f"w{j * i % 37}" for j in range(4 + i % 5))} for i in range(NUM_SAMPLES)]
         if kind == "t5":  # the first words, reversed: their length differs from that of the inputs
@@ -247,7 +233,6 @@ def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
 
 def train_with_callbacks(directory: Path, max_steps: int | None = None) -> list[Any]:
     """Train until a callback stops it, which only looks at values on rank 0. Returns what the callback has seen."""
-    import transformers as hf
     from transformers.trainer_callback import ExportableState
 
     from samestep.adapters.transformers import Trainer, TrainingArguments
@@ -295,14 +280,11 @@ def load_all(directory: Path) -> None:
 
 def load(kind: str, directory: Path) -> None:
     """Load what was saved, and compare it with the snapshot."""
-    import transformers as hf
     from safetensors.torch import load_file
 
     from samestep.cli import main
 
     if kind == "lora":
-        import peft
-
         torch.manual_seed(0)
         model: Any = peft.PeftModel.from_pretrained(build_model("gpt2"), directory / "saved")
     else:
@@ -321,8 +303,6 @@ def load(kind: str, directory: Path) -> None:
 
 def refuse_all(directory: Path) -> list[str]:
     """Use the Trainer wrongly. Returns the errors."""
-    import transformers as hf
-
     from samestep.adapters.transformers import Trainer, TrainingArguments
 
     errors = []
@@ -392,7 +372,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields, further
     "sgd": ({"optim": "sgd", "dataloader_drop_last": True, "max_grad_norm": 0.0}, {}),
     "stopped": (  # no evaluation is better than the first
         {"learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
-        {"callbacks": [transformers.EarlyStoppingCallback(early_stopping_patience=2)]},
+        {"callbacks": [hf.EarlyStoppingCallback(early_stopping_patience=2)]},
     ),
     "tf32": ({"tf32": True}, {}),  # sets torch.backends.fp32_precision
 }

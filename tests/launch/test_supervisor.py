@@ -65,17 +65,6 @@ class Launch:
             self.told += self.supervisor.handle(node, event, self.now_s)
         return self
 
-    def copy(self) -> "Launch":
-        """Return a copy, which is independent of this one."""
-        other = copy.copy(self)
-        other.told = [*self.told]
-        other.supervisor = own = copy.copy(self.supervisor)
-        own._ranks = [copy.copy(rank) for rank in own._ranks]
-        own._nodes = {number: copy.copy(node) for number, node in own._nodes.items()}
-        own._signals = [*own._signals]
-        own.generation = copy.copy(own.generation)
-        return other
-
     def tell(self, kind: type[Any]) -> list[Any]:
         return [command for _, command in self.told if isinstance(command, kind)]
 
@@ -131,7 +120,7 @@ def test_every_order_of_events(policy: dict[str, Any]) -> None:
         if policy.get("heals"):
             launch.do(READY)
         for event in find_events(launch, num_failed):
-            further = launch.copy()
+            further = copy.deepcopy(launch)
             is_own = isinstance(event, Ended) and event.failure is not None and not event.failure.secondary
             further.do(event, after_s=LATER_S if isinstance(event, Tick) else 0.0)
             if further.supervisor.state is State.OVER:
@@ -211,7 +200,7 @@ def test_a_scheduler_signals_each_node() -> None:
     for node in range(2):
         launch.do(Signalled(signal.SIGUSR1), node=node)
     assert [each.signum for each in launch.tell(Signal)] == [signal.SIGUSR1] * 2
-    again = launch.copy().do(Signalled(signal.SIGUSR1), node=1)
+    again = copy.deepcopy(launch).do(Signalled(signal.SIGUSR1), node=1)
     assert again.tell(Signal)[-1] == Signal(signal.SIGKILL), "also those that complete a snapshot"
     ends = [Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in range(2)]
     assert launch.do(*ends).end.code == 75
