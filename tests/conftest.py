@@ -62,20 +62,10 @@ def _list_children(pid: int) -> list[int]:
     """The children of a process. psutil would read the state of every process of this machine."""
     found: list[int] = []
     with suppress(OSError):  # It has ended.
-        for task in os.listdir(f"/proc/{pid}/task"):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
             with suppress(OSError):  # This thread has ended, and others have not.
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+                found += map(int, children.read_text().split())
     return found
-
-
-def describe(processes: dict[int, psutil.Process]) -> str:
-    lines = []
-    for pid, process in processes.items():
-        try:
-            lines.append(f"{pid} {process.status()} {' '.join(process.cmdline())}")
-        except psutil.Error:
-            lines.append(f"{pid} has gone")
-    return "\n".join(lines)
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +82,7 @@ def _nothing_is_left() -> Iterator[None]:
         time.sleep(0.02)
     faults = []
     if left:
-        faults.append(f"child processes:\n{describe(left)}")
+        faults.append(f"child processes {[*left.values()]}")
         for process in left.values():
             process.kill()
     changed = {name for name, _ in {*variables.items()} ^ {*os.environ.items()} if name.startswith(LAUNCHERS)}

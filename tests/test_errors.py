@@ -14,12 +14,12 @@ from types import ModuleType
 
 import cloudpickle
 import pytest
+from promises.wrong import Unreadable
 from support.commands import run_line
 from support.runs import clean_variables
 from support.selection import one_in
 from support.source import parse_source
-from support.tiny import Pairs, Tiny
-from torch import Tensor
+from support.tiny import Tiny
 
 import samestep
 from samestep.data.loader import locate_error, pack
@@ -94,12 +94,6 @@ def test_each_error_has_a_code_and_each_code_a_row() -> None:
     assert [each.splitlines()[0] for each in SECTIONS] == [f"{code}: {error}" for code, error, _ in rows]
 
 
-def test_an_error_without_a_code_is_found() -> None:
-    text = "class Own(Error):\n    code = 'SS999'\nraise Own('a')\nraise Error('b', code='SS998')\nraise m.Error('c')"
-    codes, missing = find_codes({"x.py": ast.parse(text)})
-    assert (codes, missing) == ({"SS998", "SS999"}, ["x.py:5: m.Error('c')"])
-
-
 @pytest.mark.parametrize("section", [each for each in SECTIONS if each[:5] not in PROGRAMS], ids=lambda text: text[:5])
 def test_a_section_without_a_program_names_a_test_that_compares_the_code(section: str) -> None:
     [(name, path)] = re.findall(r"`(test_\w+)`\s+in\s+`(tests/[\w/]+\.py)`", section)
@@ -171,15 +165,6 @@ def test_errors_of_the_system(error: OSError, code: str) -> None:
     assert explain(error).code == code
 
 
-class Broken(Pairs):
-    """Fails in the worker that reads sample 20."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index == 20:
-            raise KeyError("a column")
-        return super().__getitem__(index)
-
-
 def fail_on_rank_0() -> None:
     raise RunDirectoryError("damaged", code="SS408")
 
@@ -191,7 +176,7 @@ def train(directory: Path) -> None:
         tiny.run._context.group.once(fail_on_rank_0)
     except RunDirectoryError as error:
         (directory / str(tiny.run.rank)).write_text(add_code(str(error), error.code))
-    tiny.train(data=Broken(), num_workers=1)
+    tiny.train(data=Unreadable(20), num_workers=1)
 
 
 def test_from_rank_to_rank_and_from_a_worker_to_the_process_that_has_called_spawn(tmp_path: Path) -> None:

@@ -271,27 +271,20 @@ def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
     assert [row["val_error"] for row in rows if "val_error" in row][-2] == values[0]["val_error"]
 
 
-def refuse(**members: Any) -> str:
-    """Train a module with these members replaced. Returns the error."""
-    run = samestep.Run(None, batch_size=4, micro_batch_size=2, device="cpu")
+def change(**members: Any) -> Any:
+    """A module with these members replaced."""
     module = build_module()
     for name, member in members.items():
         setattr(type(module), name, member)
+    return module
+
+
+def refuse(call: Any, build: Any, *arguments: Any, **options: Any) -> str:
+    """Call a function of the adapter wrongly, with a module that is built after the run. Returns the error."""
+    run = samestep.Run(None, batch_size=4, micro_batch_size=2, device="cpu")
     with pytest.raises(samestep.Error) as caught:
-        fit(run, module, build_data(8, 0), max_epochs=1)
+        call(run, build(), *arguments, **options)
     return str(caught.value)
-
-
-def refuse_data() -> list[str]:
-    """Pass data that fit cannot use. Returns the errors."""
-    run, errors = samestep.Run(None, batch_size=4, device="cpu"), []
-    for data in (None, [DataLoader(build_data(8, 0), 4)] * 2):
-        with pytest.raises(samestep.Error) as caught:
-            fit(run, build_module(), data, max_epochs=1)
-        errors.append(str(caught.value))
-    with pytest.raises(samestep.Error) as caught:
-        adapter.test(run, build_module(), build_data(8, 0))
-    return [*errors, str(caught.value)]
 
 
 def log_elsewhere(module: Any, batch: Any, _: int) -> Tensor:
@@ -316,21 +309,23 @@ def correlate(module: Any, batch: Any, _: int) -> Tensor:
 
 
 def refuse_all() -> list[str]:
-    run = samestep.Run(None, batch_size=4, device="cpu")
-    errors = []
-    for thing, options in [(nn.Linear(1, 1), {}), (build_module(), {"mode": "x"}), (build_module(), {"patience": 1})]:
-        with pytest.raises(samestep.Error) as caught:
-            fit(run, thing, build_data(8, 0), max_epochs=1, **options)
-        errors.append(str(caught.value))
+    data, once = build_data(8, 0), {"max_epochs": 1}
+    modules: list[dict[str, Any]] = [
+        {"automatic_optimization": False},
+        {"optimizer_step": lambda self, *_: None},
+        {"configure_optimizers": lambda self: [torch.optim.SGD(self.parameters(), 0.1)] * 2},
+        {"training_step": lambda self, batch, _: self.log("loss", "high")},
+        {"training_step": log_elsewhere},
+        {"training_step": correlate, "configure_model": add_correlation},
+    ]
     return [
-        *errors,
-        refuse(automatic_optimization=False),
-        refuse(optimizer_step=lambda self, *_: None),
-        refuse(configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), 0.1)] * 2),
-        refuse(training_step=lambda self, batch, _: self.log("loss", "high")),
-        refuse(training_step=log_elsewhere),
-        refuse(training_step=correlate, configure_model=add_correlation),
-        *refuse_data(),
+        refuse(fit, lambda: nn.Linear(1, 1), data, **once),
+        refuse(fit, build_module, data, mode="x", **once),
+        refuse(fit, build_module, data, patience=1, **once),
+        *(refuse(fit, functools.partial(change, **members), data, **once) for members in modules),
+        refuse(fit, build_module, None, **once),
+        refuse(fit, build_module, [DataLoader(data, 4)] * 2, **once),
+        refuse(adapter.test, build_module, data),
     ]
 
 
