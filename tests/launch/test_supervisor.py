@@ -35,18 +35,19 @@ from samestep.world.membership import GENERATION_S
 
 READY = Board(is_ready=True, has_met=True)
 LATER_S = 1000.0
+NOW_S = 1.8e9  # by the wall clock
 
 
 def died(rank: int, time_s: float = 0.0) -> Ended:
-    return Ended(rank, -9, time_s, RankFailure(rank, time_s, -9, False, "died", "was killed by SIGKILL"))
+    return Ended(rank, -9, RankFailure(rank, time_s, -9, False, "died", "was killed by SIGKILL"))
 
 
 def raised(rank: int, time_s: float = 0.0) -> Ended:
-    return Ended(rank, 1, time_s, RankFailure(rank, time_s, 1, False, "exception", "ValueError: oh no"))
+    return Ended(rank, 1, RankFailure(rank, time_s, 1, False, "exception", "ValueError: oh no"))
 
 
 def lost_another(rank: int, time_s: float = 0.0) -> Ended:
-    return Ended(rank, 1, time_s, RankFailure(rank, time_s, 1, True, "exception", "PeerFailed: another rank has died"))
+    return Ended(rank, 1, RankFailure(rank, time_s, 1, True, "exception", "PeerFailed: another rank has died"))
 
 
 class Launch:
@@ -91,12 +92,12 @@ def find_events(launch: Launch, num_ends: int) -> Iterator[Event]:
     running = [rank.number for rank in launch.supervisor._ranks if rank.state is RankState.RUNNING]
     sent = {command.signum for command in launch.tell(Signal)}
     for rank in running:
-        yield from (Ended(rank, 0, 0.0, outcome=outcome) for outcome in (Outcome.FINISHED, Outcome.STOPPED))
+        yield from (Ended(rank, 0, outcome=outcome) for outcome in (Outcome.FINISHED, Outcome.STOPPED))
         if num_ends < 2:
             yield from (died(rank), raised(rank))
         yield lost_another(rank)
         if sent:
-            yield Ended(rank, -max(sent), 0.0)
+            yield Ended(rank, -max(sent))
     if len(launch.supervisor._signals) < 2:
         yield Signalled(signal.SIGTERM)
     yield Tick()
@@ -149,7 +150,7 @@ def check_end(launch: Launch) -> None:
 
 def test_a_launch_ends_without_further_events() -> None:
     """Whatever has happened once a rank has failed, time alone ends the launch: by SIGKILL, or without."""
-    for ends in itertools.permutations([died(0), raised(1), Ended(2, 0, 0.0)]):
+    for ends in itertools.permutations([died(0), raised(1), Ended(2, 0)]):
         for num in (1, 2):
             launch = Launch().do(*ends[:num])
             if launch.supervisor.state is State.RUNNING:
@@ -166,7 +167,7 @@ def test_a_launch_ends_without_further_events() -> None:
 def test_messages_survive_the_link() -> None:
     failure = RankFailure(1, 2.0, -9, False, "died", "was killed")
     events = [Tick(), Joined("h", 2, "a"), died(1), Signalled(15)]
-    events += [Broken("no", "SS1"), Lost(), Board(is_ready=True, has_met=False, stuck=[1], reason="r")]
+    events += [Broken("no", "SS1"), Lost(0.0), Board(is_ready=True, has_met=False, stuck=[1], reason="r")]
     start = Start(1, None, 0, 0, 4, ["peer"], "ranks", True, 29400)
     commands = [start, Signal(15), EndStuck(1, "r"), Continue(1, [0]), Print("s")]
     kind: Any = Message
@@ -177,15 +178,15 @@ def test_messages_survive_the_link() -> None:
 @pytest.mark.parametrize(
     ("signums", "ends", "code"),
     [
-        ([signal.SIGTERM], [Ended(0, 0, 0.0, outcome=Outcome.STOPPED)], 75),
-        ([signal.SIGINT], [Ended(0, 0, 0.0, outcome=Outcome.STOPPED)], 130),
-        ([signal.SIGTERM], [Ended(0, 0, 0.0, outcome=Outcome.FINISHED)], 0),
-        ([signal.SIGTERM], [Ended(0, 0, 0.0)], 75),
-        ([signal.SIGTERM], [Ended(0, -15, 0.0)], 143),
-        ([signal.SIGTERM, signal.SIGINT], [Ended(0, -9, 0.0)], 130),
+        ([signal.SIGTERM], [Ended(0, 0, outcome=Outcome.STOPPED)], 75),
+        ([signal.SIGINT], [Ended(0, 0, outcome=Outcome.STOPPED)], 130),
+        ([signal.SIGTERM], [Ended(0, 0, outcome=Outcome.FINISHED)], 0),
+        ([signal.SIGTERM], [Ended(0, 0)], 75),
+        ([signal.SIGTERM], [Ended(0, -15)], 143),
+        ([signal.SIGTERM, signal.SIGINT], [Ended(0, -9)], 130),
         ([signal.SIGTERM], [raised(0)], 1),
-        ([], [Ended(0, 0, 0.0)], 0),
-        ([], [Ended(0, 0, 0.0, outcome=Outcome.STOPPED)], 75),
+        ([], [Ended(0, 0)], 0),
+        ([], [Ended(0, 0, outcome=Outcome.STOPPED)], 75),
         ([], [died(0)], 137),
     ],
 )
@@ -202,7 +203,7 @@ def test_a_scheduler_signals_each_node() -> None:
     assert [each.signum for each in launch.tell(Signal)] == [signal.SIGUSR1] * 2
     again = copy.deepcopy(launch).do(Signalled(signal.SIGUSR1), node=1)
     assert again.tell(Signal)[-1] == Signal(signal.SIGKILL), "also those that complete a snapshot"
-    ends = [Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in range(2)]
+    ends = [Ended(rank, 0, outcome=Outcome.STOPPED) for rank in range(2)]
     assert launch.do(*ends).end.code == 75
 
 
@@ -220,7 +221,7 @@ def test_of_equal_failures_that_of_the_lowest_rank_is_reported() -> None:
 
 def test_an_error_is_not_tried_again() -> None:
     failure = RankFailure(0, 0.0, 2, False, "error", "the batch size is odd")
-    launch = Launch(1, max_restarts=3).do(Ended(0, 2, 0.0, failure))
+    launch = Launch(1, max_restarts=3).do(Ended(0, 2, failure))
     assert launch.end.code == 2
     assert len(launch.tell(Start)) == 1
 
@@ -230,7 +231,7 @@ def test_an_error_is_not_tried_again() -> None:
 
 def test_after_a_signal_no_rank_waits_long_for_one_that_has_ended() -> None:
     """The others may save for as long as they like, but a rank that waits for it after a death ends."""
-    launch = Launch(heals=True).do(READY, Signalled(signal.SIGTERM), Ended(1, 0, 0.0))
+    launch = Launch(heals=True).do(READY, Signalled(signal.SIGTERM), Ended(1, 0))
     assert launch.named == [], "the others may end soon"
     launch.do(Tick(), after_s=GENERATION_S)
     launch.do(Tick(), after_s=GENERATION_S)
@@ -242,15 +243,15 @@ def test_after_a_signal_the_others_complete_a_long_step() -> None:
     launch = Launch(heals=True).do(READY, Signalled(signal.SIGTERM), died(2))
     launch.do(Tick(), after_s=2 * GENERATION_S)
     assert launch.named == [[0, 1]]
-    assert launch.do(*[Ended(rank, 0, 0.0, outcome=Outcome.STOPPED) for rank in (0, 1)]).end.code == 75
+    assert launch.do(*[Ended(rank, 0, outcome=Outcome.STOPPED) for rank in (0, 1)]).end.code == 75
 
 
 def test_a_rank_that_ends_after_a_healed_death_is_not_gone() -> None:
     """Without the death, the others would fail, too. But ranks that wait for it after a death continue without it."""
     launch = Launch(4, heals=True).do(READY, died(3))
-    launch.do(Board(is_ready=True, has_met=False), Ended(2, 0, 0.0))
+    launch.do(Board(is_ready=True, has_met=False), Ended(2, 0))
     assert launch.named == [[0, 1, 2], [0, 1]]
-    launch.do(READY, Ended(1, 0, 0.0), Ended(0, 0, 0.0))
+    launch.do(READY, Ended(1, 0), Ended(0, 0))
     assert launch.named == [[0, 1, 2], [0, 1]]
     assert launch.end.code == 0
 
@@ -286,7 +287,7 @@ def test_a_stuck_rank_is_ended_once_by_its_own_node() -> None:
 
 
 def test_a_lost_node() -> None:
-    launch = Launch(4, 2, max_restarts=3).do(Lost(), node=1)
+    launch = Launch(4, 2, max_restarts=3).do(Lost(0.0), node=1)
     for rank in (0, 1):
         launch.do(lost_another(rank))
     assert launch.end == Finish(1, "node 1 (h1) was lost: the same commands resume from the newest snapshot")
@@ -294,10 +295,12 @@ def test_a_lost_node() -> None:
 
 
 def test_the_others_continue_without_a_node() -> None:
-    launch = Launch(4, 2, heals=True).do(READY).do(Lost(), node=1)
+    launch = Launch(4, 2, heals=True).do(READY).do(Lost(NOW_S), node=1)
     assert launch.named[-1] == [0, 1]
     assert "rank 2 was lost with node 1 (h1)" in launch.said
-    assert launch.do(*[Ended(rank, 0, 0.0, outcome=Outcome.FINISHED) for rank in (0, 1)]).end.code == 0
+    failing = launch.copy().do(lost_another(0, NOW_S + 20.0), lost_another(1, NOW_S + 20.0))
+    assert failing.end == Finish(1, "node 1 (h1) was lost: the same commands resume from the newest snapshot")
+    assert launch.do(*[Ended(rank, 0, outcome=Outcome.FINISHED) for rank in (0, 1)]).end.code == 0
 
 
 def test_a_failure_is_printed_by_its_node_and_named_by_the_others() -> None:
@@ -318,7 +321,7 @@ def test_nodes_that_do_not_come() -> None:
 
 def test_a_node_that_goes_before_all_are_there() -> None:
     """A second one with its number replaces what it writes."""
-    launch = Launch(0, 3).do(Joined("h0", 1)).do(Joined("h1", 1), node=1).do(Lost(), node=1)
+    launch = Launch(0, 3).do(Joined("h0", 1)).do(Joined("h1", 1), node=1).do(Lost(0.0), node=1)
     said = "node 1 (h1) has ended before all nodes were there, or --node-rank 1 was given twice: start all nodes again"
     assert launch.end == Finish(2, said, "SS504")
 

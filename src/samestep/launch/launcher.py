@@ -300,7 +300,7 @@ class Agent:
             failure = RankFailure(rank, time_s, code, False, "died", describe_death(code))
         if failure is not None:
             failure = self._exchange_with_log(failure)
-        return Ended(rank, code, time_s, failure, self.reports.outcome)
+        return Ended(rank, code, failure, self.reports.outcome)
 
     def _exchange_with_log(self, failure: RankFailure) -> RankFailure:
         """Write a traceback, which the rank has not printed, to its log. Without one, add the end of a hidden log."""

@@ -51,14 +51,12 @@ class Ended(Struct, tag=True, frozen=True):
 
     Attributes:
         code: exit code, or minus the signal that killed it.
-        time_s: wall-clock time.
         failure: None if it has done what it should.
         outcome: how its run has ended, if it has noted that.
     """
 
     rank: int
     code: int
-    time_s: float
     failure: RankFailure | None = None
     outcome: Outcome = Outcome.UNKNOWN
 
@@ -77,7 +75,9 @@ class Broken(Struct, tag=True, frozen=True):
 
 
 class Lost(Struct, tag=True, frozen=True):
-    """A node no longer answers."""
+    """A node no longer answers. `time_s`: wall-clock time."""
+
+    time_s: float
 
 
 class Board(Struct, tag=True, frozen=True):
@@ -264,7 +264,7 @@ class Link(threading.Thread):
         """Return the messages that have arrived, each with its node; `Lost` for a node that no longer answers."""
         found = [self._inbox.popleft() for _ in range(len(self._inbox))]
         if time.monotonic() > self._alive_s + LOST_S:  # the store no longer answers
-            found += [(node, Lost()) for node in self._peers]
+            found += [(node, Lost(time.time())) for node in self._peers]
         return found
 
     def sees(self, node: int) -> bool:
@@ -330,7 +330,7 @@ class Link(threading.Thread):
     def _lose(self, node: int, peer: Peer) -> None:
         if peer.state is not PeerState.LOST:
             peer.state = PeerState.LOST
-            self._inbox.append((node, Lost()))
+            self._inbox.append((node, Lost(time.time())))
 
 
 def derive_key(secret: str, purpose: str) -> str:

@@ -166,7 +166,7 @@ class Supervisor:
             case Broken():
                 self._finish(Outcome.REFUSED, message=event.message, error_code=event.error_code)
             case Lost():
-                self._lose(node)
+                self._lose(node, event.time_s)
             case Board():
                 self._board = event
                 for rank in self._running():
@@ -197,7 +197,7 @@ class Supervisor:
             self._enter(State.SAVING)
             self._tell_all(Signal(signal.SIGTERM if signum == signal.SIGHUP else signum))
 
-    def _lose(self, number: int) -> None:
+    def _lose(self, number: int, time_s: float) -> None:
         if (node := self._nodes.get(number)) is None or node.is_lost:
             return
         if self.state is State.JOINING:
@@ -212,8 +212,8 @@ class Supervisor:
         self._can_restart = False
         for rank in self._running():
             if rank.node == number:
-                failure = RankFailure(rank.number, self._now_s, 1, False, "died", f"was lost with {node.name}")
-                self._note_end(Ended(rank.number, 1, self._now_s, failure))
+                failure = RankFailure(rank.number, time_s, 1, False, "died", f"was lost with {node.name}")
+                self._note_end(Ended(rank.number, 1, failure))
 
     # --- states -----------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Supervisor:
             case State.KILLING if is_due:
                 for rank in self._running():
                     self._can_restart = False
-                    self._note_end(Ended(rank.number, -signal.SIGKILL, self._now_s))
+                    self._note_end(Ended(rank.number, -signal.SIGKILL))
                 self._conclude()
         if self.state is not before:
             self._advance()
