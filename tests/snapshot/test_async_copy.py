@@ -155,6 +155,18 @@ class Noted(Location):
         self.calls.append(what)
 
 
+def test_a_view_of_a_parameter_is_not_compared_with_it() -> None:
+    """Ranks that write nothing look at the parameter alone."""
+    weight = torch.randn(4, 2)
+    compared: list[object] = []
+    inspection = Inspection(TrainingState({}, {}, [], [], [("weight", weight)], compared.append), step=1)
+    Copy({"weight": weight, "flat": weight.view(-1)}, {}, stable=(), look=inspection.look)
+    inspection.conclude("")
+    inspection.look_again()
+    inspection.conclude("")
+    assert compared[0] == compared[1]
+
+
 def write(copy: Copy, location: Noted) -> Writer:
     inspection = Inspection(TrainingState({}, {}, [], [], [], pytest.fail), step=1)
     return Writer(copy, location, SnapshotOrder(1), {}, inspection)

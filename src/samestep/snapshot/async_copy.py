@@ -26,6 +26,9 @@ _NUM_SAMPLED = 32
 _MASK = 2**64 - 1  # checksums of slices add up modulo 2**64, as those of elements do
 
 
+Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape, strides
+
+
 @dataclass(frozen=True)
 class TrainingState:
     """The content of a snapshot. The tensors are those of the models and optimizers, not copies.
@@ -121,11 +124,11 @@ class _Slice:
     """A tensor, or a slice of one.
 
     Attributes:
-        address: the address of the tensor.
+        place: that of the tensor.
         target: where its copy goes; None if it is not copied.
     """
 
-    address: int
+    place: Place
     source: Tensor
     target: Tensor | None
 
@@ -136,11 +139,11 @@ class Copy:
     Args:
         tensors: by name.
         targets: host memory by name. Tensors without one are not copied, only passed to `look`.
-        stable: the addresses (`locate`) of tensors that change only in an update.
-        look: called for each tensor with its address and the tensor or its copy, whole or in consecutive slices.
+        stable: the places (`locate`) of tensors that change only in an update.
+        look: called for each tensor with its place and the tensor or its copy, whole or in consecutive slices.
 
     Attributes:
-        torn: the addresses of tensors that were written to before the copy was complete.
+        torn: the places of tensors that were written to before the copy was complete.
         has_failed: whether `run` raised an exception, so that the copy is incomplete.
     """
 
@@ -149,10 +152,10 @@ class Copy:
         tensors: Mapping[str, Tensor],
         targets: Mapping[str, Tensor],
         *,
-        stable: Collection[int],
-        look: Callable[[int, Tensor], None],
+        stable: Collection[Place],
+        look: Callable[[Place, Tensor], None],
     ) -> None:
-        self.torn: list[int] = []
+        self.torn: list[Place] = []
         self.has_failed = self._is_joined = False
         self._look = look
         self._copied = threading.Event()
@@ -200,7 +203,7 @@ class Copy:
             if stream is not None:
                 stream.synchronize()
             for each in slices:
-                self._look(each.address, each.source if each.target is None else each.target)
+                self._look(each.place, each.source if each.target is None else each.target)
 
 
 def _open_stream(device: Any) -> Any:
@@ -220,14 +223,14 @@ def _split(whole: _Slice) -> Iterator[_Slice]:
     size = _GPU_CHUNK if whole.source.is_cuda else _CHUNK
     for start in range(0, source.numel(), size):
         elements = slice(start, start + size)
-        yield _Slice(whole.address, source[elements], None if target is None else target[elements])
+        yield _Slice(whole.place, source[elements], None if target is None else target[elements])
 
 
 class Inspection:
     """Checks whether a state is finite and the same on all ranks. `look` may be called in another thread.
 
     Attributes:
-        tensors: the tensors to look at, by their addresses (`locate`).
+        tensors: the tensors to look at, by their places (`locate`).
     """
 
     def __init__(self, state: TrainingState, step: int) -> None:
@@ -235,16 +238,16 @@ class Inspection:
         self._compare = state.compare
         self._labels = {locate(tensor): label for label, tensor in reversed(state.checked)}
         self._names = {locate(tensor): name for name, tensor in reversed(state.replicated)}
-        self.tensors: Mapping[int, Tensor] = {
+        self.tensors: Mapping[Place, Tensor] = {
             locate(tensor): tensor for _, tensor in [*state.checked, *state.replicated]
         }
         self._not_finite: set[str] = set()
         self._checksums: dict[str, int] = {}
 
-    def look(self, address: int, tensor: Tensor) -> None:
-        """Look at a tensor or its copy, whole or in consecutive slices. `address`: the address of the tensor itself."""
-        label = self._labels.get(address)
-        name = self._names.get(address)
+    def look(self, place: Place, tensor: Tensor) -> None:
+        """Look at a tensor or its copy, whole or in consecutive slices. `place`: that of the tensor itself."""
+        label = self._labels.get(place)
+        name = self._names.get(place)
         if label is not None and not is_finite(tensor):
             self._not_finite.add(label)
         if name is not None:
@@ -254,8 +257,8 @@ class Inspection:
         """Look at all tensors again, after a copy that failed half-way: other ranks have looked at all of theirs."""
         self._not_finite = set()
         self._checksums = {}
-        for address, tensor in self.tensors.items():
-            self.look(address, tensor)
+        for place, tensor in self.tensors.items():
+            self.look(place, tensor)
 
     def find_infinite(self) -> str:
         """Return the label of a tensor of this rank that is not finite; "" if all are finite."""
@@ -286,9 +289,9 @@ class Inspection:
             )
 
 
-def locate(tensor: Tensor) -> int:
-    """Return the address of a tensor."""
-    return tensor.data_ptr()
+def locate(tensor: Tensor) -> Place:
+    """Return the place of a tensor. Views of one tensor are at its address, too."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def is_finite(tensor: Tensor) -> bool:

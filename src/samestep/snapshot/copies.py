@@ -142,7 +142,7 @@ class Copies:
         own: dict[str, Tensor] = {}
         if self._group.rank == 0:
             same = {*map(locate, state.same)}
-            # An empty tensor has no address.
+            # Empty tensors have no address.
             own = {name: each for name, each in order.tensors.items() if not each.numel() or locate(each) not in same}
             message = list(order.names), order.structure, list(order.tensors), list(own), order.meta
         names, structure, tensors, sent, meta = self._group.broadcast(message)

@@ -35,6 +35,7 @@ from samestep.processes import at_rest, at_work
 from samestep.snapshot.async_copy import (
     Copy,
     Inspection,
+    Place,
     SnapshotOrder,
     Staging,
     TrainingState,
@@ -198,7 +199,7 @@ class Snapshotter:
         self._names_due: list[str] = []
         self._asked: list[str] = []
         self._detector: WriteDetector | None = None
-        self._unstable: set[int] = set()  # addresses of tensors that the script writes to between updates
+        self._unstable = set[Place]()  # of tensors that the script writes to between updates
         self._staging = Staging()
         self._saved_s = time.monotonic()
         self._writer: Writer | None = None  # of the snapshots that are being written
@@ -324,8 +325,8 @@ class Snapshotter:
         with suppress(MemoryError, RuntimeError):
             if not order.is_last:
                 targets = self._staging.take(order.tensors)
-        addresses = {locate(tensor) for tensor in order.tensors.values()}
-        others = {f"/{address}": tensor for address, tensor in inspection.tensors.items() if address not in addresses}
+        places = {locate(tensor) for tensor in order.tensors.values()}
+        others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
         stable = {locate(tensor) for tensor in state.stable} - self._unstable
         copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
         self._writer = Writer(copy, self._location, order, targets or order.tensors, inspection)

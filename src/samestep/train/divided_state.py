@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from samestep.engine.ownership import Ownership, send_owned
 from samestep.engine.sharded_unit import ShardedModels, ShardedUnit
 from samestep.errors import InvalidValue, UsageError
-from samestep.snapshot.async_copy import locate
+from samestep.snapshot.async_copy import Place, locate
 from samestep.snapshot.serialization import SavedState, digest
 from samestep.torch_internals import (
     find_first_row,
@@ -83,7 +83,7 @@ class DividedOptimizers(DividedState):
     def __init__(self, objects: Objects, group: Group) -> None:
         super().__init__(objects, group)
         self.ownership = Ownership(group.rank, group.world_size)
-        self._stored: dict[tuple[int, torch.Size], int] = {}  # tensor -> the rank that stores it
+        self._stored: dict[Place, int] = {}  # tensor -> the rank that stores it
         for optimizer in objects.optimizers.values():
             optimizer.register_step_post_hook(self._send_updated)
 
@@ -112,16 +112,16 @@ class DividedOptimizers(DividedState):
         of_ranks = self._exchange_outlines()
         # A parameter is in the snapshot of its owner. They are equal on all ranks.
         params = [param for each in self._objects.optimizers.values() for param in list_params(each)]
-        self._stored = {(locate(param), param.shape): self.ownership.find(param) or 0 for param in params}
+        self._stored = {locate(param): self.ownership.find(param) or 0 for param in params}
         rank = self._group.rank
-        self._stored |= {(locate(tensor), tensor.shape): rank for tensor in list_tensors(of_ranks[rank])}
+        self._stored |= {locate(tensor): rank for tensor in list_tensors(of_ranks[rank])}
         return self._merge(of_ranks)
 
     def is_mine(self, tensor: Tensor) -> bool:
         """Return whether this rank stores a tensor of the states that `outline` has described."""
         if not tensor.numel():  # it has no memory to be known by
             return self._group.rank == 0
-        return self._stored.get((locate(tensor), tensor.shape), 0) == self._group.rank
+        return self._stored.get(locate(tensor), 0) == self._group.rank
 
     def select(self, saved: SavedState) -> dict[str, Any]:
         """Return the objects' states in a snapshot, without those of other ranks' parameters."""
