@@ -229,6 +229,7 @@ def test_devices(
         (NotHealed("the others do not continue"), False),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), False),
         (NotImplementedError("a bug"), False),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

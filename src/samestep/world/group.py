@@ -7,7 +7,7 @@ The death of rank 1 of 4, in the order of time:
 | launcher | notices the end of the process, and names the next generation: ranks 0, 2 and 3 | `launch/supervisor.py` |
 | ranks 0, 2, 3 | notice the failed collective themselves, or `LossWatch` breaks their connections | `complete` |
 | ranks 0, 2, 3 | close the old process group, wait for the generation, and open a new group | `_regroup` |
-| ranks 0, 2, 3 | compare how many collectives they have completed; who is behind repeats the last one | `is_settled` |
+| ranks 0, 2, 3 | compare how many collectives they have completed: that of a rank behind is complete | `is_settled` |
 | ranks 0, 2, 3 | divide the micro-batches anew; a new rank 0 takes the run directory over | `train/opening.py` |
 | the step | begins the pass again, if its exchange was the collective that failed | `Step.__iter__` |
 """
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.console import saying_when_slow
-from samestep.errors import InvalidValue, NotHealed, PeerFailed
+from samestep.errors import InvalidValue, NotHealed, PeerFailed, is_out_of_memory
 from samestep.files import read_bytes
 from samestep.hashing import hash_bytes
 from samestep.processes import Held, hold
@@ -71,7 +71,7 @@ def may_be_death(error: RuntimeError) -> bool:
 
     gloo raises plain RuntimeErrors. Errors of other classes, such as those of a GPU, are of this rank.
     """
-    if isinstance(error, NotHealed):
+    if isinstance(error, NotHealed) or is_out_of_memory(error):
         return False
     return type(error) is RuntimeError or isinstance(error, (PeerFailed, dist.DistError))
 
