@@ -138,11 +138,16 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Extents:
     extents = [Extent(METADATA, len(header), hash_bytes(header))]
     file.write(header)
 
+    failures: list[Exception] = []
+
     def hash_all() -> None:
-        for name in names:
-            with at_work():
-                data = view_bytes(tensors[name])
-            extents.append(Extent(name, len(data), hash_bytes(data)))
+        try:
+            for name in names:
+                with at_work():
+                    data = view_bytes(tensors[name])
+                extents.append(Extent(name, len(data), hash_bytes(data)))
+        except Exception as error:  # such as a lack of memory
+            failures.append(error)
 
     # Not concurrent.futures, which starts no thread after the main thread has ended.
     hashing = Thread(target=hash_all, name="samestep hashing")
@@ -158,6 +163,8 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Extents:
     finally:
         with at_rest():  # a fork may wait for this thread, and the other one for the fork
             hashing.join()
+    if failures:
+        raise failures[0]
     return extents
 
 
