@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
@@ -342,19 +343,22 @@ def restore_models(location: Location, modules: Mapping[str, nn.Module], which: 
             "run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)", code="SS221"
         )
     store = Store(location.path, location.named)
-    opened: list[SavedState] = []  # on rank 0
+
+    @cache  # on rank 0, which may be another one after a death
+    def open_saved() -> SavedState:
+        found = location.find(which)
+        if found is None:
+            raise RunDirectoryError(f"there is no snapshot in {location.shown} yet", code="SS411")
+        return store.open(found)
 
     def find() -> dict[str, list[str]] | None:
         if may_lack and not any(each.matches(which) for each in store.snapshots()):
             return None
-        found = location.find(which)
-        if found is None:
-            raise RunDirectoryError(f"there is no snapshot in {location.shown} yet", code="SS411")
-        opened.append(store.open(found))
-        return {name: [*opened[0].contents["objects"][name]] for name in modules}
+        return {name: [*open_saved().contents["objects"][name]] for name in modules}
 
     def read(name: str, key: str) -> Any:
-        return opened[0].fill(opened[0].contents["objects"][name][key])
+        saved = open_saved()
+        return saved.fill(saved.contents["objects"][name][key])
 
     keys = location.group.once(find)
     if keys is None:
