@@ -128,8 +128,9 @@ class Evaluator:
                     self.services.watchdog.enter("validating", steps_done)
             return [_to_numbers(row) for row in rows[:num_own]]
         except Error as error:
-            raise locate_error(error, context.location.logs, context.rank, "run.evaluate") from error.__cause__
+            raise locate_error(error, context.location.logs, context.group.number, "run.evaluate") from error.__cause__
         finally:
+            self.prepared.gradients.buffers.undo()
             self.prepared.gradients.free_gathered()
             _set("training", modes)
             _set("grad", gradients)
