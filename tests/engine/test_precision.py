@@ -26,6 +26,13 @@ def test_overflow_halves_the_scale_and_refuses_the_gradient() -> None:
     assert math.log2(precision.scale).is_integer()
 
 
+def test_a_gradient_that_is_finite_at_no_scale_is_an_error() -> None:
+    precision = MixedPrecision("fp16", CPU)
+    with pytest.raises(samestep.Error, match="at every loss scale"):
+        for _ in range(100):
+            precision.accepts([torch.tensor([math.nan])])
+
+
 def test_scale_grows_after_many_good_steps_and_is_restored() -> None:
     precision = MixedPrecision("fp16", CPU)
     before = precision.scale

@@ -38,6 +38,7 @@ from samestep.world.group import Group
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GROWTH_STEPS = 2000  # without an overflow, after which the loss scale is doubled
+LEAST_SCALE = 2.0**-30  # no finite gradient overflows with it
 
 
 class MixedPrecision:
@@ -69,6 +70,9 @@ class MixedPrecision:
         Args:
             gradients: those that this rank has, and None for other parameters.
             group: the ranks, if the gradients are divided among them.
+
+        Raises:
+            InvalidValue: they overflow at any scale.
         """
         if not self._is_scaled:
             return True
@@ -80,6 +84,12 @@ class MixedPrecision:
         self._good_steps = self._good_steps + 1 if good else 0
         if not good:
             self.scale /= 2
+            if self.scale < LEAST_SCALE:
+                raise InvalidValue(
+                    "the gradient is nan or infinite in fp16 at every loss scale, so that no step has an update: look "
+                    'for an operation whose gradient is not finite, such as sqrt at 0, or use precision="bf16"',
+                    code="SS206",
+                )
         elif self._good_steps == GROWTH_STEPS:
             self.scale *= 2
             self._good_steps = 0
