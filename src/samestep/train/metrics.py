@@ -10,6 +10,7 @@ from typing import Any
 from samestep.engine.gradient_checksum import PartialChecksums, compute_checksum
 from samestep.engine.leaf import read_grad
 from samestep.engine.passes import Reduced
+from samestep.errors import Error
 from samestep.plan.ledger import Entry, combine, to_bits
 from samestep.plan.loop_plan import LoopPlan
 from samestep.train.context import RunContext
@@ -74,7 +75,10 @@ class RunMetrics(StepObserver):
         if not self._state.is_in_loop:
             return
         rows = [*rows]
-        self._start_trackers(min([self._state.steps_done, *(row["step"] - 1 for row in rows)]))
+        try:
+            self._start_trackers(min([self._state.steps_done, *(row["step"] - 1 for row in rows)]))
+        except Error as error:
+            self._context.say(f"{error}; the run continues without trackers")
         for row in rows:
             self._trackers.log({name: row[name] for name in row if name not in ("step", "epoch")}, row["step"])
 
