@@ -234,7 +234,7 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
     "run.once not dedented": in_loop(
         r"run\.once inside the micro-batch loop of step 0: ", body=lambda t, x, y: t.run.once(os.getpid)),
     "step.log of a tensor": in_loop(
-        r"step\.log needs a number as accuracy, not a tensor of shape \(2, 1\).*: take its me",
+        r"accuracy of step\.log must be a number, not a tensor of shape \(2, 1\).*: reduce it by",
         body=lambda t, x, y: t.step.log(accuracy=t.model(x))),
     "step.log before the loop": in_loop(
         r"step\.log of step 0 was called outside of its body: call it in or after its micro",

@@ -302,16 +302,16 @@ def average_losses(reports: Sequence[MicroBatchReport], step: int, layout: Layou
     return (total, math.fsum(weighted) / total) if total else (0.0, None)
 
 
-def read_number(name: str, given: object, num_samples: int = 1) -> Value:
-    """Return a value of step.log without waiting for a GPU; for a tensor with `num_samples` values, their mean.
+def read_number(what: str, given: object, num_samples: int = 1) -> Value:
+    """Return a number without waiting for a GPU; of a tensor with `num_samples` values, their mean.
 
-    Raises Error if the value is not a number.
+    Raises Error if `given` is no number. `what` names it.
     """
     if isinstance(given, Tensor) and given.shape == (num_samples,) and num_samples > 1:
         given = given.detach().double().mean()
     if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Real)):
         raise InvalidType(
-            f"step.log needs a number as {name}, not {describe_value(given)}: take its mean", code="SS102"
+            f"{what} must be a number, not {describe_value(given)}: reduce it by mean() or sum()", code="SS102"
         )
     if isinstance(given, Tensor):
         given = given.detach()

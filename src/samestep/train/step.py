@@ -408,7 +408,7 @@ class Step:
                 self._loaded[v] = self._parts.load(self.number, v)
             except Error as error:
                 raise locate_error(
-                    error, context.location.logs, context.rank, f"step {self.number}"
+                    error, context.location.logs, context.group.number, f"step {self.number}"
                 ) from error.__cause__
         return to_device(self._loaded[v].batch, context.device, non_blocking=True)
 
@@ -604,7 +604,7 @@ class Step:
         for v in self.held:
             batch = self._load(v)
             seed_all(self._parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=v))
-            numbers[v] = float(read_number("a total", count(batch)))
+            numbers[v] = float(read_number("the result of step.total's function", count(batch)))
         # The same on all ranks. Micro-batch 0 follows the loop.
         seed_all(self._parts.derive("after", step=self.number, pass_=self.num_passes, micro_batch=1))
         return math.fsum(self.gather(numbers))
@@ -637,7 +637,7 @@ class Step:
         if self._phase is StepPhase.PROBE:
             return
         for name, given in collected.items():
-            value = read_number(name, given, self.sizes[self.micro_batch] if self.is_open else 1)
+            value = read_number(f"{name} of step.log", given, self.sizes[self.micro_batch] if self.is_open else 1)
             if self._attempt is None:
                 self.result.averages[name] = (value, self.num_samples)
             else:
