@@ -5,9 +5,11 @@ import os
 import signal
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+import samestep
 from samestep.engine.control import Saving, Vote
 from samestep.errors import UsageError
 from samestep.train.stopping import STOP_SIGNALS, StopSignals, decide
@@ -51,6 +53,14 @@ def test_a_signal_that_interrupts_a_print() -> None:
     signals = StopSignals(dataclasses.replace(read_environment(), launcher="samestep"), say, is_on=True)
     signal.raise_signal(signal.SIGTERM)
     assert signals.heard == signal.SIGTERM
+
+
+@pytest.mark.parametrize("snapshot_every", [1, None])
+@pytest.mark.usefixtures("default_handlers")
+def test_a_signal_ends_a_run_without_snapshots_at_once(tmp_path: Path, snapshot_every: int | None) -> None:
+    run = samestep.Run(tmp_path, batch_size=1, snapshot_every=snapshot_every)
+    assert (signal.getsignal(signal.SIGTERM) is signal.SIG_DFL) == (snapshot_every is None)
+    del run
 
 
 @pytest.mark.parametrize(("launcher", "ends"), [("python", True), ("samestep", False)])

@@ -59,8 +59,9 @@ class Run:
         exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, at any number of ranks. This
             halves the bytes of their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
-        snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. A snapshot is also
-            taken at the end of the run, and when it is stopped.
+        snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. Unless it is
+            None, a snapshot is also taken at the end of the run, and when a signal stops it. With None, a signal ends
+            the run at once.
         keep_last: how many numbered snapshots to keep. Named snapshots are always kept.
         resume: "latest", a step, the name of a snapshot such as "best", or False.
         max_steps: total number of steps after which the run ends.
@@ -493,7 +494,7 @@ class Run:
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.
 
-        Rank 0 writes its values. A warning names another rank that has logged other names.
+        Rank 0 writes its values.
 
         Rows that a resumed script logs again, before its loop or at the start of an epoch, are written once. If the run
         stops within an epoch, what the script logs after that epoch's steps is not written: a run that is trained
@@ -611,8 +612,8 @@ class Run:
 
         Raises:
             RunDirectoryError: there is no such snapshot, or its state does not fit a model.
-            UsageError: the run has no directory, or the call is inside a loop. A loop that begins after it raises this,
-                too.
+            UsageError: the run has no directory, or the call is inside a loop. The run's first loop raises this, if it
+                begins after the call.
 
         Example: see `Run.snapshot`.
         """

@@ -63,7 +63,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 class StopSignals:
     """Treats SIGINT, SIGTERM and SIGUSR1 as requests to stop, on which all ranks vote in each step.
 
-    A second signal ends the process at once. In a run without a directory, each signal does.
+    A second signal ends the process at once. In a run that saves no state, each signal does.
 
     Attributes:
         heard: number of the first signal; 0 for none.
@@ -270,7 +270,8 @@ class Services(Held):
         self.snapshotter = Snapshotter(
             context.config.snapshot_every, context.location, context.say, partial(gather_after_step, context.group)
         )
-        signals = StopSignals(context.environment, progress.say, is_on=context.location.path is not None)
+        saves = context.location.path is not None and context.config.snapshot_every is not None
+        signals = StopSignals(context.environment, progress.say, is_on=saves)
         self.watchdog = Watchdog(context)
         self.stopping = Stopping(context.state, self.snapshotter, self.watchdog, signals)
         self.metrics = RunMetrics(context, progress, trackers)
