@@ -160,7 +160,7 @@ class RunState:
     def build_notes(self) -> dict[str, Any]:
         """Return the state that is in a snapshot's manifest, because times and logged values may differ by start."""
         notes: dict[str, Any] = {"tally": self.tally.state_dict()}
-        if self.stop_reason and self.steps_done < self.loop.last_step:
+        if self.is_stopped:
             notes["stopped"] = self.stop_reason
         return notes
 
@@ -219,6 +219,11 @@ class RunState:
     def stop(self, reason: str) -> None:
         """The script has called run.stop()."""
         self.stop_reason = reason
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether run.stop() ends the loop before its last step."""
+        return bool(self.stop_reason) and self.steps_done < self.loop.last_step
 
     @property
     def is_before_loops(self) -> bool:

@@ -260,7 +260,8 @@ class Loop:
             snapshotter.wait_until_written()
             snapshotter.save(self._build_training_state(epochs_done), steps_done, due, ending=ending)
             services.watchdog.enter("script", steps_done)
-        if stopping.is_interrupted:
+        # A run that is complete, or ended by run.stop(), is not interrupted.
+        if stopping.signal and not self._state.stop_reason and steps_done < self._state.loop.last_step:
             self._exit_after_signal()
 
     def _build_training_state(self, epochs_done: int | None) -> TrainingState:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 from samestep.console import print_error
@@ -122,37 +122,6 @@ class StopSignals:
                 signal.signal(number, _before[number] if handler is None else handler)
 
 
-class Decision(NamedTuple):
-    """What all ranks do when the body ends.
-
-    Attributes:
-        signal: the signal that stops the run; 0 for none.
-        saves: whether a snapshot is due by a clock.
-        is_written: whether all ranks have written what they store of a snapshot.
-    """
-
-    signal: int
-    saves: bool
-    is_written: bool
-
-
-def decide(votes: Sequence[Vote]) -> Decision:
-    """Decide by the votes of all ranks, equally on all of them.
-
-    Raises:
-        UsageError: only some ranks have a snapshot in progress.
-    """
-    signals, saves, saving, *_ = zip(*votes, strict=True)
-    if saving.count(Saving.COPYING) not in (0, len(saving)):
-        copying = [each == Saving.COPYING for each in saving]
-        raise UsageError(
-            f"rank {copying.index(True)} takes a snapshot, and rank {copying.index(False)} does not: call run.snapshot "
-            "on every rank; one of them writes it",
-            code="SS501",
-        )
-    return Decision(max(signals), True in saves, {*saving} == {Saving.WRITTEN})
-
-
 class Stopping(StepObserver):
     """Decides, equally on all ranks, which step of a loop is the last one, and waits for the copies of snapshots.
 
@@ -177,23 +146,15 @@ class Stopping(StepObserver):
         self.signal = 0
 
     @property
-    def _is_at_end(self) -> bool:
-        return self._state.steps_done >= self._state.loop.last_step
-
-    @property
     def is_ending(self) -> bool:
         """Whether no further step of the loop begins."""
-        return self._is_at_end or bool(self.signal or self._state.stop_reason)
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a signal ends this start. It does not end a run that is complete or ended by run.stop()."""
-        return bool(self.signal) and not self._is_at_end and not self._state.stop_reason
+        state = self._state
+        return bool(self.signal or state.stop_reason) or state.steps_done >= state.loop.last_step
 
     @property
     def call(self) -> Call:
         """The call by which this rank tells the others whether it ends a loop that goes on without a run.stop()."""
-        return Call.STOP if self._state.stop_reason and not (self.signal or self._is_at_end) else Call.EPOCH_END
+        return Call.STOP if self._state.is_stopped and not self.signal else Call.EPOCH_END
 
     def cast_vote(self, **more: Any) -> Vote:
         """Return this rank's vote. `more`: the entries of `Vote` that others give."""
@@ -211,21 +172,28 @@ class Stopping(StepObserver):
         Raises:
             UsageError: only some ranks have a snapshot in progress.
         """
-        decision = decide(votes)
+        signals, are_due, saving, *_ = zip(*votes, strict=True)
+        copying = [each == Saving.COPYING for each in saving]
+        is_copying = all(copying)
+        if any(copying) and not is_copying:
+            raise UsageError(
+                f"rank {copying.index(True)} takes a snapshot, and rank {copying.index(False)} does not: call "
+                "run.snapshot on every rank; one of them writes it",
+                code="SS501",
+            )
         before = self._watchdog.now[0]
-        is_copying = self._snapshotter.saving is Saving.COPYING
         if is_copying:
             self._watchdog.enter("saving", self._state.steps_done)
         self._snapshotter.join_copy()
         if is_copying:
             self._watchdog.enter(before, self._state.steps_done)
-        if decision.is_written:
+        if {*saving} == {Saving.WRITTEN}:
             self._snapshotter.join_parts()
         if not self._state.is_in_loop:
             return
-        if decision.saves:
+        if True in are_due:
             self._snapshotter.want()
-        self.signal = decision.signal
+        self.signal = max(signals)
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
         if any(map(any, reduced.votes)):  # else no rank asks for anything
