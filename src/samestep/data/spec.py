@@ -42,37 +42,19 @@ class DataSpec:
         return len(self.dataset)
 
 
-def read_data_arguments(
-    data: Any,
-    *,
-    sizes: Sequence[int] = (),
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    num_workers: int | None = None,
-    shuffle: bool | None = None,
-    drop_last: bool | None = None,
-    pin_memory: bool | None = None,
-    takes_streams: bool = False,
-) -> DataSpec:
+def read_data_arguments(data: Any, *, sizes: Sequence[int] = (), takes_streams: bool = False, **given: Any) -> DataSpec:
     """Return the specification for a data set or a DataLoader.
-
-    Arguments other than None take precedence over the DataLoader's. The defaults are default_collate, no workers,
-    shuffled, and the last short batch kept.
 
     Args:
         sizes: micro-batch size and batch size of the run. A DataLoader with another batch size is refused; () accepts
             any.
         takes_streams: whether data sets without indexing are also accepted.
+        given: arguments of `DataSpec`. Those other than None take precedence over the DataLoader's, and over the
+            defaults.
 
     Raises:
         Error: the data set has no indexing, no length or no samples, its sampler is not supported, or the sizes differ.
     """
-    given: dict[str, Any] = {
-        "collate_fn": collate_fn,
-        "num_workers": num_workers,
-        "shuffle": shuffle,
-        "drop_last": drop_last,
-        "pin_memory": pin_memory,
-    }
     wanted = {name: value for name, value in given.items() if value is not None}
     is_loader = isinstance(data, DataLoader)
     _check_dataset(data.dataset if is_loader else data, takes_streams)
