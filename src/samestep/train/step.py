@@ -335,15 +335,13 @@ class Step:
         for each in parts.observers.interceptors:
             yield from each.probe(self)
         self._phase = StepPhase.INSIDE
-        vote: Vote | None = None
         reduced: Reduced | None = None
         while reduced is None:  # else a rank has died, and the others compute its micro-batches, too
             attempt = self._begin_attempt()
             for v in (*self.borrowed, *attempt.held, *attempt.fillers):
                 yield from self.compute(v, self._load(v))
             parts.clock.enter("reducing", self.number)
-            vote = vote or parts.cast_vote()
-            reduced = yield from self._exchange(attempt, vote)
+            reduced = yield from self._exchange(attempt, parts.cast_vote())
         self._apply(attempt, reduced)
         seed_all(parts.derive("after", step=self.number, pass_=self.num_passes))
         self.num_passes += 1
@@ -434,17 +432,15 @@ class Step:
         reduced: Reduced | None = None
         try:
             with group.together():
-                exchanged = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
+                reduced = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
                 for each in self._parts.observers.interceptors:
-                    yield from each.after_exchange(self, exchanged)
-                reduced = exchanged
+                    yield from each.after_exchange(self, reduced)
             group.confirm()
+            return reduced
         except RuntimeError as error:
             if not group.can_heal or not may_be_death(error):
                 raise
             reason = str(error)
-        else:
-            return reduced
         attempt.release()
         return reduced if group.heal(reason) else None
 
