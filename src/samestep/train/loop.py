@@ -48,11 +48,10 @@ class Epoch:
         [(0, 2, {'loss': 0.0}), (1, 2, {'loss': 1.0})]
     """
 
-    def __init__(self, loop: "Loop", number: int, num_steps: int, end: int, tally: MetricsTally) -> None:
+    def __init__(self, loop: "Loop", number: int, num_steps: int, tally: MetricsTally) -> None:
         self.number = number
         self.num_steps = num_steps
         self._loop = loop
-        self._end = end
         self._tally = tally
         self._is_begun = False
         self.is_done = False
@@ -63,7 +62,7 @@ class Epoch:
                 f"the steps of epoch {self.number} can be iterated over once: take the next epoch", code="SS218"
             )
         self._is_begun = True
-        yield from self._loop.run_steps_of_epoch(self._end)
+        yield from self._loop.run_steps_of_epoch(self.number)
         self.is_done = True
 
     @property
@@ -125,26 +124,25 @@ class Loop:
 
     # --- bodies -----------------------------------------------------------------------------------------------
 
-    def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
+    def run_epochs(self) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
         state = self._state
+        num_steps = self._plan.steps_per_epoch
         with self._noting_if_left():
             self._begin()
-            for number in range(self._plan.epoch_of(state.steps_done), self._plan.first_epoch + num_epochs):
-                if self._services.stopping.is_ending:
-                    break
+            while not self._services.stopping.is_ending:
                 self._feed.load_further()
-                self._seed_body("epoch", number)
+                epoch = Epoch(self, self._plan.epoch_of(state.steps_done), num_steps, state.tally)
+                self._seed_body("epoch", epoch.number)
                 state.begin_epoch()
-                end = self._plan.num_steps_until(number)
-                self.repeats_head = state.steps_done > end - self._plan.steps_per_epoch
-                epoch = Epoch(self, number, self._plan.steps_per_epoch, end, state.tally)
+                self.repeats_head = state.steps_done > self._plan.num_steps_until(epoch.number) - num_steps
                 yield epoch
                 self._end_epoch(epoch)
             self._finish()
 
-    def run_steps_of_epoch(self, end: int) -> Iterator[Step]:
-        """Yield the steps up to step `end`, in an epoch's body."""
+    def run_steps_of_epoch(self, number: int) -> Iterator[Step]:
+        """Yield the steps of an epoch, in its body."""
+        end = self._plan.num_steps_until(number)
         with self._noting_if_left():
             while self._state.steps_done < end and not self._services.stopping.is_ending:
                 yield from self._run_step(is_last=self._state.steps_done + 1 == end)
@@ -339,10 +337,8 @@ class Loop:
         services.watchdog.enter("script", steps_done)
         rows, measured = services.metrics.sum_up(services.watchdog.spent_s())
         end: dict[str, Any] | None = None if failure else {"steps": steps_done, "measured": measured}
-        if context.group.can_heal:  # If rank 0 dies before this, another one writes it, or all start again.
-            context.group.once(context.location.write_status, status, reason, end)
-        else:
-            context.location.write_status(status, reason, end)
+        # On all ranks: if rank 0 dies before this, another one writes it, or all start again.
+        context.group.once(context.location.write_status, status, reason, end)
         services.watchdog.close()
         services.metrics.finish(rows, status)
         services.stopping.signals.restore()

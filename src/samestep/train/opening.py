@@ -83,7 +83,7 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
     is_ending = services.stopping.is_ending
     interceptors = prepared.interceptors
     borrow = partial(list_borrowed, interceptors) if interceptors else None
-    feed = Feed(context, data, borrow, has_steps=not state.loop.is_past and not is_ending)
+    feed = Feed(context, data, borrow, has_steps=not is_ending)
     loop = Loop(context, prepared, services, feed, observers)
     services.watch(loop.conclude)
     _begin_healing(context, feed, services, interceptors)

@@ -398,7 +398,7 @@ class Run:
             shuffle=shuffle,
             drop_last=drop_last,
             pin_memory=pin_memory,
-        ).run_epochs(num_epochs)
+        ).run_epochs()
 
     def steps(
         self,
@@ -520,8 +520,7 @@ class Run:
         will_run_again = loop is not None and loop.is_cut
         if has_run or will_run_again:
             return
-        step = None if loop is None else loop.step
-        in_body = step is not None and step.number == self.steps_done
+        in_body = self._state.newest_step == self.steps_done
         self._services.metrics.write_row(row, self.steps_done + in_body)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
