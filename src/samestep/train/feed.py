@@ -113,12 +113,10 @@ class Feed:
 
     def _open_loader(self, positions: Mapping[int, LanePosition]) -> Loader:
         context = self._context
-        spec = self.data.spec
-        num_workers = 0
-        if not self._state.loop.is_past:
-            num_workers = self.plan.count_workers(spec.num_workers, rank=context.rank, world_size=context.world_size)
+        most = 0 if self._state.loop.is_past else self.data.spec.num_workers
+        num_workers = self.plan.count_workers(most, rank=context.rank, world_size=context.world_size)
         self._has_workers = num_workers > 0
-        spec = replace(spec, num_workers=num_workers)
+        spec = replace(self.data.spec, num_workers=num_workers)
         return Loader(spec, self._begin_tasks(), device=context.device, positions=positions)
 
     def _begin_tasks(self) -> Iterator[Task]:

@@ -125,13 +125,14 @@ class RunMetrics(StepObserver):
             self.partial_checksums.resolve(self._context.group.gather_number(own))
 
     def write_row(self, values: Mapping[str, Any], step: int, **position: int) -> None:
-        """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""
+        """Write a row of `metrics.jsonl` on rank 0, and pass it to the progress display and the trackers.
+
+        The other ranks show nothing, and have started no trackers.
+        """
         location = self._context.location
         records = location.directory if self._context.rank == 0 else location.kept
         if records is not None:
             records.write_row({"step": step, **position, **values})
-        if self._context.rank != 0:
-            return
         self._progress.log(values, step)
         self._trackers.log(values, step)
 
@@ -140,8 +141,7 @@ class RunMetrics(StepObserver):
         location = self._context.location
         directory = {} if location.path is None else {"written to": location.shown}
         self._progress.end({**self._state.summary, **rows, **directory})
-        if self._context.rank == 0:
-            self._trackers.finish(status)
+        self._trackers.finish(status)
 
     def sum_up(self, spent_s: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return rows for the table at the end of a loop, and what was measured, for `status.json`.

@@ -161,7 +161,12 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, intercep
     environment = context.environment
     if not environment.heals or environment.world_size == 1:
         return
-    if problem := _find_problem(context, interceptors):
+    problems = {
+        f'shard="{context.config.shard}" (a rank\'s part of the state dies with it)': context.config.shard is not None,
+        "a run directory that the nodes do not share": context.location.is_replicated,
+        **{each.called: True for each in interceptors if not each.permits_healing},
+    }
+    if problem := next((each for each, is_there in problems.items() if is_there), ""):
         context.group.refuse_healing()
         context.say(
             f"--heal does not support {problem}: if a rank dies, all start again from the newest snapshot, as often as "
@@ -189,16 +194,6 @@ def _continue_without(context: RunContext, feed: Feed, services: Services, chang
         f"lost {describe_ranks(change.lost)} in step {steps_done}, and continued after {seconds:.2f} s: "
         f"{describe_ranks(change.left)} -> {describe_ranks(range(len(change.left)))}"
     )
-
-
-def _find_problem(context: RunContext, interceptors: Sequence[Interceptor]) -> str:
-    """Return what prevents that the other ranks continue after the death of one; "" if nothing does."""
-    config = context.config
-    if config.shard is not None:
-        return f'shard="{config.shard}" (a rank\'s part of the state dies with it)'
-    if context.location.is_replicated:
-        return "a run directory that the nodes do not share"
-    return next((each.called for each in interceptors if not each.permits_healing), "")
 
 
 def _record_start(data: LoopData, context: RunContext, prepared: Prepared) -> TrackerInfo:

@@ -305,13 +305,13 @@ def prepare_objects(
 
 def _refuse_with_fsdp2(context: RunContext, interceptors: Sequence[Interceptor], device_map: str | None) -> None:
     """Refuse options that sharded models do not have. Raises InvalidValue."""
-    refused = [each.called for each in interceptors if not each.permits_fsdp2]
-    if device_map is not None:
-        refused.append('device_map="keep"')
-    if context.group.needs_staging(context.device):  # FSDP2 passes it tensors on the GPU
-        refused.append('backend="gloo" on a GPU')
-    if refused:
-        raise InvalidValue(f'{refused[0]} is not available with shard="fsdp2": leave one of them out', code="SS608")
+    problems = {
+        **{each.called: True for each in interceptors if not each.permits_fsdp2},
+        'device_map="keep"': device_map is not None,
+        'backend="gloo" on a GPU': context.group.needs_staging(context.device),  # FSDP2 passes it tensors on the GPU
+    }
+    if problem := next((each for each, is_there in problems.items() if is_there), ""):
+        raise InvalidValue(f'{problem} is not available with shard="fsdp2": leave one of them out', code="SS608")
 
 
 def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:
