@@ -25,7 +25,7 @@ _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread 
 def compute_checksum(grads: Sequence[Tensor | None], step: int) -> Callable[[], int]:
     """Read the rows of a step. Call it before the gradients change.
 
-    Each row is on one rank. So the checksum of gradients that are divided among ranks is `combine` of theirs.
+    Each row is on one rank. So the checksum of gradients that are divided among ranks is the sum of theirs.
 
     Args:
         grads: per parameter; None for an absent one, or one that another rank has.
@@ -50,40 +50,11 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int) -> Callable[[], 
     return partial(_sum_up, copy_to_host(rows))
 
 
-def combine(checksums: Sequence[int]) -> int:
+def add_checksums(checksums: Sequence[int]) -> int:
     """Return the checksum of several rows, or of the rows of several ranks."""
     return sum(checksums) % 2**32
 
 
 def _sum_up(wait: Callable[[], Sequence[Tensor]]) -> int:
     rows: Any = map(Tensor.numpy, wait())
-    return combine([*map(zlib.crc32, rows)])  # noqa: TID251 as BLAKE2b takes four times as long
-
-
-class PartialChecksums:
-    """The checksums of gradients that are divided among ranks. The exchange after each pass combines them."""
-
-    def __init__(self) -> None:
-        self._own: Callable[[], int] | None = None  # of the last pass, unless it is combined
-        self._combined: list[int] = []  # of the last pass, once it is there
-
-    def add(self, own: Callable[[], int]) -> Callable[[], int | None]:
-        """Note this rank's checksum of a pass.
-
-        Returns:
-            A function that returns the combined one; None before `resolve`.
-        """
-        combined: list[int] = []
-        self._own = own
-        self._combined = combined
-        return lambda: combined[0] if combined else None
-
-    def take_own(self) -> int:
-        """Return this rank's checksum of the last pass, for an exchange of all ranks; 0 if it is combined."""
-        return 0 if self._own is None else self._own()
-
-    def resolve(self, values: Sequence[int]) -> None:
-        """Combine the checksums of the last pass. `values`: the results of `take_own` on all ranks."""
-        if self._own is not None:
-            self._own = None
-            self._combined.append(combine(values))
+    return add_checksums([*map(zlib.crc32, rows)])  # noqa: TID251 as BLAKE2b takes four times as long

@@ -209,7 +209,7 @@ class Loop:
         return self._services.stopping.cast_vote(
             computed=results[0],
             recomputed=results[1],
-            checksum=self._services.metrics.partial_checksums.take_own(),
+            checksum=self._services.metrics.read_checksum(),
         )
 
     # --- between the bodies -----------------------------------------------------------------------------------

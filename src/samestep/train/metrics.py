@@ -2,12 +2,12 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from samestep.engine.gradient_checksum import PartialChecksums, compute_checksum
+from samestep.engine.gradient_checksum import add_checksums, compute_checksum
 from samestep.engine.leaf import read_grad
 from samestep.engine.passes import Reduced
 from samestep.errors import Error
@@ -23,11 +23,7 @@ from samestep.watch.trackers import TrackerInfo, Trackers
 
 
 class RunMetrics(StepObserver):
-    """Records every finished step, and rows of metrics.
-
-    Attributes:
-        partial_checksums: those of the gradients that this rank owns.
-    """
+    """Records every finished step, and rows of metrics."""
 
     def __init__(self, context: RunContext, progress: Progress, trackers: Trackers) -> None:
         self._context = context
@@ -39,7 +35,8 @@ class RunMetrics(StepObserver):
         self._prepared: Prepared
         self._num_samples = 0
         self._rates: dict[str, float] = {}
-        self.partial_checksums = PartialChecksums()
+        # If gradients are divided: this rank's checksum of the last pass, and the list for that of all ranks.
+        self._last: tuple[Callable[[], int], list[Callable[[], int]]] | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
 
@@ -89,7 +86,10 @@ class RunMetrics(StepObserver):
         is_divided = plan.is_divided and location.path is not None
         if is_divided or location.directory or location.kept:
             own = compute_checksum([*map(read_grad, plan.params)], step.number)
-            step.result.checksums.append(self.partial_checksums.add(own) if is_divided else own)
+            if is_divided:
+                self._last = own, step.result.checksums
+            else:
+                step.result.checksums.append(own)
         steps_done = step.number + 1
         self._is_logged = self._context.config.log_every.is_due(steps_done, self._plan.epochs_done(steps_done))
         if self._is_logged:
@@ -114,15 +114,24 @@ class RunMetrics(StepObserver):
             skipped = {"train/skipped_steps": num_skipped} if num_skipped else {}
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
 
+    def read_checksum(self) -> int:
+        """Return this rank's part of the checksum of the last pass, for the next exchange; 0 if there is none."""
+        return 0 if self._last is None else self._last[0]()
+
     def exchanged(self, step: Step, reduced: Reduced) -> None:
-        if self._prepared.gradients.plan.is_divided:
-            self.partial_checksums.resolve([vote.checksum for vote in reduced.votes])
+        if self._last is not None:
+            self._combine([vote.checksum for vote in reduced.votes])
 
     def complete_checksums(self) -> None:
         """Combine the checksums of the last gradient, before the ledger is written. On all ranks."""
         if self._prepared.gradients.plan.is_divided:
-            own = self.partial_checksums.take_own()
-            self.partial_checksums.resolve(self._context.group.gather_number(own))
+            self._combine(self._context.group.gather_number(self.read_checksum()))
+
+    def _combine(self, values: Sequence[int]) -> None:
+        """Combine the checksum of the last pass. `values`: the results of `read_checksum` on all ranks."""
+        if self._last is not None:
+            self._last[1].append(partial(add_checksums, values))
+            self._last = None
 
     def write_row(self, values: Mapping[str, Any], step: int, **position: int) -> None:
         """Write a row of `metrics.jsonl` on rank 0, and pass it to the progress display and the trackers.
@@ -167,11 +176,11 @@ class RunMetrics(StepObserver):
 def _build_entry(step: Step) -> Entry | None:
     """Return the ledger's entry of a step; None if the run has failed after it."""
     result = step.result
-    loss = math.nan if result.loss is None else result.loss
-    checksum = result.gradient_checksum
-    if checksum is None:
+    if len(result.checksums) < step.num_passes:
         return None
-    return Entry(step.number, step.epoch, step.num_samples, combine(result.fingerprints), to_bits(loss), checksum)
+    loss = math.nan if result.loss is None else result.loss
+    samples = combine(result.fingerprints)
+    return Entry(step.number, step.epoch, step.num_samples, samples, to_bits(loss), result.gradient_checksum)
 
 
 def learning_rates(objects: Objects) -> dict[str, float]:

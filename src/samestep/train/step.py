@@ -166,8 +166,8 @@ class StepResult:
         loss: over the whole batch in the last pass; None if no micro-batch counted.
         averages: name -> (value, weight), for the loss and the values of `Step.log`.
         fingerprints: of the samples, per micro-batch.
-        checksums: per pass, returns the checksum of its gradient, see `gradient_checksum`; only on ranks that write the
-            run.
+        checksums: per pass, returns the checksum of its gradient; only on ranks that write the run. If gradients are
+            divided among the ranks, the next exchange adds that of the last pass.
         is_skipped: whether no pass left a gradient: no micro-batch had a weight above 0, or the gradient overflowed in
             fp16.
     """
@@ -175,17 +175,13 @@ class StepResult:
     loss: float | None = None
     averages: dict[str, tuple[Value, float]] = field(default_factory=dict)
     fingerprints: list[int] = field(default_factory=list)
-    checksums: list[Callable[[], int | None]] = field(default_factory=list)
+    checksums: list[Callable[[], int]] = field(default_factory=list)
     is_skipped: bool = True
 
     @property
-    def gradient_checksum(self) -> int | None:
-        """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one.
-
-        None if those of the ranks of the last pass have not been combined, which the next exchange does.
-        """
-        checksums: list[Any] = [*map(operator.call, self.checksums)]
-        return None if None in checksums else combine(checksums)
+    def gradient_checksum(self) -> int:
+        """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one."""
+        return combine([*map(operator.call, self.checksums)])
 
 
 class StepPhase(Enum):
