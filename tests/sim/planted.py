@@ -327,7 +327,7 @@ PLANTED = (
     ),
     Planted(
         "a rank keeps its own random numbers when rank 0 has drawn alone", SAME_BITS, "train/determinism.py",
-        "    if states is not None:\n        _set_states(states)\n", "", "", "phases",
+        "    _set_states(states)\n    return value", "    return value", "", "phases",
     ),
     # --- healing
     Planted(

@@ -143,7 +143,6 @@ class Buffers:
         self._modules = {path: (get_buffers(each), get_non_persistent(each)) for each, path in paths.items()}
         self._group = group
         self._num_passes = 0
-        self._places = set[Place]()
         self._follow(self._list())
 
     def _list(self) -> dict[Place, Tensor]:

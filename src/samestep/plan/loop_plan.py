@@ -92,8 +92,6 @@ class LoopPlan:
     first_epoch: int = 0
 
     def __post_init__(self) -> None:
-        if self.length == 0:
-            raise InvalidValue("the data set is empty: a run needs at least 1 sample", code="SS303")
         check_positive("the length of the data set", self.length)
         check_numbers(self.batch_size, self.micro_batch_size, 1)
         if self.num_dropped == self._num_samples:

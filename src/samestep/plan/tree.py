@@ -219,25 +219,23 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def cover(n: int, start: int, stop: int) -> tuple[Node, ...]:
+def cover(n: int, start: int, stop: int, first: int = 0) -> tuple[Node, ...]:
     """Return the largest nodes of the tree over n micro-batches within start..stop-1, left to right.
+
+    Args:
+        first: look in the subtree (first, n) only.
 
     Example::
 
         >>> cover(8, 2, 7), cover(6, 2, 4)
         (((2, 4), (4, 6), (6, 7)), ((2, 3), (3, 4)))
     """
-    return tuple(_cover(0, n, start, stop))
-
-
-def _cover(lo: int, hi: int, start: int, stop: int) -> list[Node]:
-    """Return the largest nodes of the subtree (lo, hi) within start..stop-1, left to right."""
-    if start <= lo and hi <= stop:
-        return [(lo, hi)]
-    if start >= hi or stop <= lo or start == stop:
-        return []
-    mid = split(lo, hi)
-    return _cover(lo, mid, start, stop) + _cover(mid, hi, start, stop)
+    if start <= first and n <= stop:
+        return ((first, n),)
+    if start >= n or stop <= first or start == stop:
+        return ()
+    mid = split(first, n)
+    return cover(mid, start, stop, first) + cover(n, start, stop, mid)
 
 
 def _complete(lo: int, hi: int, slots: dict[Node, int], additions: list[tuple[int, int]]) -> int:

@@ -88,15 +88,9 @@ def read_generator(generator: Any) -> str:
 
 def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call `fn` on rank 0, and return its result and the states of rank 0's global generators to all ranks."""
-
-    def call() -> tuple[Any, ...]:
-        value = fn(*args, **kwargs)
-        return value, _read_states() if group.world_size > 1 else None
-
-    value, states = group.once(call)
-    if states is not None:
-        _set_states(states)
-    return value  # type: ignore[no-any-return]
+    value, states = group.once(lambda: (fn(*args, **kwargs), _read_states()))
+    _set_states(states)
+    return value
 
 
 @contextmanager

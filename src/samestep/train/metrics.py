@@ -31,14 +31,8 @@ class RunMetrics(StepObserver):
         self._progress = progress
         self._trackers = trackers
         self._info: TrackerInfo | None = None
-        self._plan: LoopPlan
-        self._prepared: Prepared
-        self._num_samples = 0
-        self._rates: dict[str, float] = {}
         # If gradients are divided: this rank's checksum of the last pass, and the list for that of all ranks.
         self._last: tuple[Callable[[], int], list[Callable[[], int]]] | None = None
-        self._is_logged = False  # the present step gets a row in metrics.jsonl
-        self._began_s = time.perf_counter()
 
     def begin_loop(self, plan: LoopPlan, prepared: Prepared, info: TrackerInfo | None) -> None:
         """A loop begins. `info`: the description of this start, for the trackers, before the first one; else None."""

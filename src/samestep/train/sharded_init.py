@@ -49,11 +49,8 @@ class ShardedInit:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Create the parameters inside the block without memory."""
-        handle = register_module_parameter_registration_hook(self._replace)  # type: ignore[arg-type]
-        try:
+        with register_module_parameter_registration_hook(self._replace):  # type: ignore[arg-type]
             yield
-        finally:
-            handle.remove()
 
     def _replace(self, module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
         origin = vars(module).get(_ORIGIN)

@@ -139,7 +139,6 @@ class Stopping(StepObserver):
         self._snapshotter = snapshotter
         self._watchdog = watchdog
         self.signals = signals
-        self.signal = 0
 
     def begin_loop(self) -> None:
         """A loop begins."""
