@@ -121,7 +121,7 @@ def keep(num_rows: int = len(ROWS), num_steps: int = 4, first_step: int = 0) -> 
     for row in ROWS[:num_rows]:
         kept.write_row(row)
     for step in range(first_step, num_steps):
-        kept.enter(lambda step=step: Entry(step, 0, 8, step, 2 * step, 3 * step), is_late=True)
+        kept.enter(lambda step=step: Entry(step, 0, 8, step, 2 * step, 3 * step))
     return kept
 
 

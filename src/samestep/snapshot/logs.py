@@ -106,21 +106,18 @@ class AppendLog:
 
 
 class StepRecords:
-    """Records finished steps. The record of the last one can wait until its gradient is computed."""
+    """Records finished steps. The record of the last one waits, since its gradient may not be computed yet."""
 
     _get_entry: Callable[[], Entry | None] | None = None
 
-    def enter(self, get_entry: Callable[[], Entry | None], *, is_late: bool = False) -> None:
-        """Record a finished step.
+    def enter(self, get_entry: Callable[[], Entry | None]) -> None:
+        """Record a finished step, at the next call or `record_last`.
 
         Args:
             get_entry: returns the record; None if the run has ended before it was known.
-            is_late: call `get_entry` at the next call or `record_last`, so that it does not wait.
         """
         self.record_last()
         self._get_entry = get_entry
-        if not is_late:
-            self.record_last()
 
     def record_last(self) -> None:
         """Record a step that waits."""

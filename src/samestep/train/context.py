@@ -110,7 +110,6 @@ class RunState:
     Attributes:
         steps_done: steps completed so far, over all restarts.
         newest_step: number of the step whose body has begun last; -1 before the first one.
-        began_step: `steps_done` when the current loop began.
         loop: the current loop, or the last one.
         is_in_loop: whether a loop has begun that has not ended.
         num_evaluations: evaluations since the current step or epoch began; each gets a different seed.
@@ -123,7 +122,6 @@ class RunState:
     def __init__(self) -> None:
         self.steps_done = 0
         self.newest_step = -1
-        self.began_step = 0
         self.loop = ScriptLoop(0, last_step=0, kind=LoopKind.RESUMED)
         self.is_in_loop = False
         self.num_evaluations = 0
@@ -275,7 +273,6 @@ class RunState:
         loop = ScriptLoop(number, end, kind)
         location.once(lambda: self._record(location.directory, loop, data))
         self.steps_done = end if loop.is_past else max(data.plan.first_step, self._resumed["step"])
-        self.began_step = self.steps_done
         self.loop = loop
         self.is_in_loop = True
 

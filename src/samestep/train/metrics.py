@@ -16,7 +16,7 @@ from samestep.plan.loop_plan import LoopPlan
 from samestep.train.context import RunContext
 from samestep.train.objects import Objects
 from samestep.train.prepared import Prepared
-from samestep.train.step import Step, StepObserver
+from samestep.train.step import Step, StepObserver, StepResult
 from samestep.watch.beats import describe_spent, share_spent
 from samestep.watch.progress import Progress
 from samestep.watch.trackers import TrackerInfo, Trackers
@@ -95,9 +95,9 @@ class RunMetrics(StepObserver):
         steps_done = step.number + 1
         location = self._context.location
         if (records := location.directory or location.kept) is not None:
-            # Checksums on a GPU are read after the next step, which needs no wait.
-            is_late = self._context.device.type == "cuda" or self._prepared.gradients.plan.is_divided
-            records.enter(partial(_build_entry, step), is_late=is_late)
+            # Checksums on a GPU are read after the next step, which needs no wait. The step, which has batches, may go.
+            place = step.number, step.epoch, step.num_samples
+            records.enter(partial(_build_entry, place, step.num_passes, step.result))
         self._progress.step(steps_done, step.num_samples, step.epoch)
         if not self._plan.is_endless:
             self._state.tally.add(step.epoch, step.result.averages)
@@ -155,7 +155,7 @@ class RunMetrics(StepObserver):
         num_steps = self._state.steps_done
         num_skipped = self._state.tally.num_skipped
         rows: dict[str, Any] = {"steps": num_steps}
-        if num_steps == self._state.began_step:
+        if not self._num_samples:
             return rows, {}
         wall_s = time.perf_counter() - self._began_s
         samples_per_s = self._num_samples / wall_s
@@ -167,14 +167,12 @@ class RunMetrics(StepObserver):
         return rows, {"samples_per_s": samples_per_s, "wall_s": wall_s, "time_share": share_spent(spent_s)}
 
 
-def _build_entry(step: Step) -> Entry | None:
-    """Return the ledger's entry of a step; None if the run has failed after it."""
-    result = step.result
-    if len(result.checksums) < step.num_passes:
+def _build_entry(place: tuple[int, int, int], num_passes: int, result: StepResult) -> Entry | None:
+    """Return the ledger's entry of a step; None if the run has failed after it. `place`: its first three fields."""
+    if len(result.checksums) < num_passes:
         return None
     loss = math.nan if result.loss is None else result.loss
-    samples = combine(result.fingerprints)
-    return Entry(step.number, step.epoch, step.num_samples, samples, to_bits(loss), result.gradient_checksum)
+    return Entry(*place, combine(result.fingerprints), to_bits(loss), result.gradient_checksum)
 
 
 def learning_rates(objects: Objects) -> dict[str, float]:
