@@ -169,9 +169,9 @@ class ControlFormat:
         """Read the control block of a rank that has `num_micro_batches`."""
         *vote, has_new_names, used, buffers, order = self._head.unpack_from(block)
         rows = block[self._head.size :][: num_micro_batches * self._report.size]
-        entries = self._report.iter_unpack(rows)
         reports = [
-            MicroBatchReport(fingerprint, loss, weight, logged) for fingerprint, loss, weight, *logged in entries
+            MicroBatchReport(fingerprint, loss, weight, logged)
+            for fingerprint, loss, weight, *logged in self._report.iter_unpack(rows)
         ]
         return Control(Vote(*vote), reports, has_new_names, used, buffers, order)
 

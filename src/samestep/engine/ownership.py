@@ -136,8 +136,7 @@ def compute_total_norm(params: Sequence[Tensor], norm_type: float, group: Group,
     rows = [
         torch.tensor([found[i] for i in alike], dtype=params[alike[0]].dtype, device=device) for alike in _group(local)
     ]
-    total: Tensor = torch.linalg.vector_norm(torch.cat(rows), norm_type)
-    return total
+    return torch.linalg.vector_norm(torch.cat(rows), norm_type)  # type: ignore[no-any-return]
 
 
 def _exchange_shards(grads: Mapping[int, Tensor], group: Group) -> dict[int, Tensor]:

@@ -245,8 +245,8 @@ class PassAttempt:
         if layout.world_size == 1:
             self._sum = TreeSum(plan, partial_sums, None)
         else:
-            num_names = len(gradients.logged_names)
-            exchange = plan.begin_exchange(partial_sums, len(gradients.buffers.followed), num_names)
+            num_buffers, num_names = len(gradients.buffers.followed), len(gradients.logged_names)
+            exchange = plan.begin_exchange(partial_sums, num_buffers, num_names)
             self._sum = (TreeSum if plan.models is None else ShardedSum)(plan, partial_sums, exchange)
         self.failure: UsageError | None = None
 
@@ -307,10 +307,14 @@ class PassAttempt:
         buffers = gradients.buffers
         names = gradients.logged_names
         logged = self.reports.read_logged()
-        has_new_names = not {*names}.issuperset(chain(*logged))
         num_params = len(gradients.plan.params)
-        own_reports = self.reports.build(fingerprints, logged, names)
-        control = Control(vote, own_reports, has_new_names, self._sum.used.to_bytes(num_params), buffers.pack())
+        control = Control(
+            vote,
+            self.reports.build(fingerprints, logged, names),
+            has_new_names=not {*names}.issuperset(chain(*logged)),
+            used=self._sum.used.to_bytes(num_params),
+            buffers=buffers.pack(),
+        )
         controls, sums = self._sum.finish(control)
         votes, of_ranks, have_new_names, used_by_ranks, packed_buffers, _ = zip(*controls, strict=True)
         reports = self._layout.sort(of_ranks)

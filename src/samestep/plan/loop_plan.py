@@ -252,10 +252,9 @@ class LoopPlan:
         length = self._num_samples
         by_epoch: dict[int, Indices] = {}
         for number in range(start // length, (stop - 1) // length + 1):
-            order = self._order_of(self.first_epoch + number)
+            epoch = self.first_epoch + number
             offset = number * length
-            samples = order[max(start - offset, 0) : min(stop - offset, length)]
-            by_epoch[self.first_epoch + number] = np.asarray(samples)
+            by_epoch[epoch] = np.asarray(self._order_of(epoch)[max(start - offset, 0) : min(stop - offset, length)])
         return by_epoch
 
     @cached_property
@@ -269,8 +268,8 @@ class LoopPlan:
 
     def task(self, step: int, v: int) -> Task:
         """Return the task of micro-batch v of a step."""
-        indices = self.indices(self.micro_batches(step)[v])
-        return Task(indices, derive(self.seed, "data", step=step, micro_batch=v), (step, v))
+        span = self.micro_batches(step)[v]
+        return Task(self.indices(span), derive(self.seed, "data", step=step, micro_batch=v), (step, v))
 
     def tasks(
         self,

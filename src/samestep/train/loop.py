@@ -4,7 +4,7 @@ import signal
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from operator import methodcaller
 
 from samestep.data.loader import seed_all
 from samestep.engine.control import Vote
@@ -203,12 +203,11 @@ class Loop:
 
     def _cast_vote(self) -> Vote:
         """Return this rank's vote, for the exchange of a step."""
-        results = (0, 0)
-        for each in self._on.interceptors:
-            results = max(results, each.results())  # only one of them has any
+        # Only one of them has results.
+        computed, recomputed = max(map(methodcaller("results"), self._on.interceptors), default=(0, 0))
         return self._services.stopping.cast_vote(
-            computed=results[0],
-            recomputed=results[1],
+            computed=computed,
+            recomputed=recomputed,
             checksum=self._services.metrics.read_checksum(),
         )
 
@@ -266,9 +265,8 @@ class Loop:
         """Return the content of a snapshot. `epochs_done`: as for `_end_body`."""
         state = self._state
         prepared = self._prepared
-        lanes = self._feed.gather_lanes()
         epoch = self._plan.epoch_of(state.steps_done) if epochs_done is None else epochs_done
-        position = state.build_position(epoch, self._feed.data, lanes)
+        position = state.build_position(epoch, self._feed.data, self._feed.gather_lanes())
         divided = prepared.divided if self._context.location.is_divided else None
         objects = prepared.collect_states() if divided is None else divided.outline()
         self._services.metrics.complete_checksums()
@@ -286,9 +284,8 @@ class Loop:
         stopping = self._services.stopping
         context = self._context
         steps_done = self._state.steps_done
-        saved = ""
-        if self._services.snapshotter.saved_step == steps_done:
-            saved = f", saved in {context.location.named}: the same command continues from there"
+        is_saved = self._services.snapshotter.saved_step == steps_done
+        saved = f", saved in {context.location.named}: the same command continues from there" if is_saved else ""
         context.say(f"stopped by a signal after step {steps_done}{saved}")
         stopping.signals.ignore_further()
         self._end("stopped", f"stopped by {signal.Signals(stopping.signal).name}")
@@ -336,7 +333,7 @@ class Loop:
             self._unsaved_error = Error(reason, rank=problems.index(failure), code="SS417")
         services.watchdog.enter("script", steps_done)
         rows, measured = services.metrics.sum_up(services.watchdog.spent_s())
-        end: dict[str, Any] | None = None if failure else {"steps": steps_done, "measured": measured}
+        end = None if failure else {"steps": steps_done, "measured": measured}
         # On all ranks: if rank 0 dies before this, another one writes it, or all start again.
         context.group.once(context.location.write_status, status, reason, end)
         services.watchdog.close()

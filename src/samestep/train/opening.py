@@ -344,8 +344,8 @@ def compare_run(
 
 def _find_different(spec: DataSpec, some: Iterable[str], others: Iterable[str]) -> int | None:
     """Return the first of the samples whose hashes are known and differ."""
-    rows = zip(_choose(spec), some, others, strict=False)
-    return next((index for index, one, other in rows if one and other and one != other), None)
+    pairs = zip(_choose(spec), some, others, strict=False)
+    return next((index for index, one, other in pairs if one and other and one != other), None)
 
 
 def _check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:

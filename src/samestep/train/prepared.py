@@ -317,8 +317,7 @@ def _refuse_with_fsdp2(context: RunContext, interceptors: Sequence[Interceptor],
 def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:
     """Return the content of a snapshot, with the tensors that this rank needs."""
     own = {} if divided is None else {"objects": divided.select(saved)}
-    contents: dict[str, Any] = saved.fill({**saved.contents, **own})
-    return contents
+    return saved.fill({**saved.contents, **own})  # type: ignore[no-any-return]
 
 
 def restore_models(location: Location, modules: Mapping[str, nn.Module], which: int | str, *, may_lack: bool) -> bool:
