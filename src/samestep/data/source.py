@@ -104,8 +104,7 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], Indices, str]:
         raise InvalidValue(
             f"two shards of {type(dataset).__name__} have the same name: give each a name of its own", code="SS309"
         )
-    mark = hash_chunks(["\0".join(names).encode(), sizes.tobytes()])[:16]
-    return tuple(shards), sizes[0], mark
+    return tuple(shards), sizes[0], hash_chunks(["\0".join(names).encode(), sizes.tobytes()])[:16]
 
 
 def list_orders(run_dir: Path) -> list[str]:

@@ -73,7 +73,7 @@ def choose_cap_bytes(params: Sequence[Tensor], *, one_host: bool) -> int:
     On one host, messages cost processor time, so few are best. Over a network, no computation overlaps the exchange of
     the last bucket, so it should be a small share of all gradients.
     """
-    num_bytes = sum(param.numel() * param.element_size() for param in params)
+    num_bytes = sum(param.nbytes for param in params)
     return MAX_BUCKET_BYTES if one_host else min(MAX_BUCKET_BYTES, max(LEAST_BUCKET_BYTES, num_bytes // NUM_BUCKETS))
 
 

@@ -122,7 +122,7 @@ def _build_record(
     """
     numbers = before["numbers"]
     changed = {name for name, value in identity.items() if numbers.get(name) != value}
-    if "lanes" in position and changed & {*_PLANNED_BY, "micro_batch_size"}:
+    if position.get("lanes") and changed & {*_PLANNED_BY, "micro_batch_size"}:
         raise InvalidValue(
             f"{called} reads a stream, whose position belongs to its numbers: keep its batch_size, micro_batch_size "
             "and seed",

@@ -144,12 +144,13 @@ class RunState:
             epoch: the epoch of the next step.
             lanes: the positions in a stream.
         """
-        position: dict[str, Any] = {"step": self.steps_done, "epoch": epoch}
-        if data.orders is not None:
-            position["order"] = data.orders.state_dict()
-        if lanes:
-            position["lanes"] = [[*lane] for lane in lanes]
-        return position | self.list_ends()
+        return {
+            "step": self.steps_done,
+            "epoch": epoch,
+            "order": None if data.orders is None else data.orders.state_dict(),
+            "lanes": [[*lane] for lane in lanes],
+            **self.list_ends(),
+        }
 
     def list_ends(self) -> dict[str, Any]:
         """Return what a position says of loops: their ends, and the beginnings of those that began in another run."""
@@ -157,10 +158,7 @@ class RunState:
 
     def build_notes(self) -> dict[str, Any]:
         """Return the state that is in a snapshot's manifest, because times and logged values may differ by start."""
-        notes: dict[str, Any] = {"tally": self.tally.state_dict()}
-        if self.is_stopped:
-            notes["stopped"] = self.stop_reason
-        return notes
+        return {"tally": self.tally.state_dict(), "stopped": self.stop_reason if self.is_stopped else ""}
 
     def load_state_dict(
         self, position: Mapping[str, Any], script: dict[str, Any], notes: Mapping[str, Any], *, is_latest: bool

@@ -140,6 +140,7 @@ class Feed:
         if orders is None:
             return
         context = self._context
+        directory = context.location.path
         epochs = self.plan.epochs_of(self._state.steps_done)
         self._loaded_end = min(self._loaded_end, self.plan.num_steps_within(epochs[-1]))
         for epoch, indices in orders.open_epochs(epochs).items():
@@ -148,8 +149,7 @@ class Feed:
                     f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank",
                     code="SS308",
                 )
-            directory = context.location.path
-            if directory is None:
-                continue
-            if problem := context.location.once(partial(keep_order, directory, epoch, indices)):
+            if directory is not None and (
+                problem := context.location.once(partial(keep_order, directory, epoch, indices))
+            ):
                 context.say(problem)
