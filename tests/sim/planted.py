@@ -303,7 +303,7 @@ PLANTED = (
     ),
     Planted(
         "a loop that run.stop has ended continues after a resume", RESUME, "train/context.py",
-        'notes["stopped"] = self.stop_reason', "pass", "kill_all", "phases",
+        'self.stop_reason if self.is_stopped else ""', '""', "kill_all", "phases",
     ),
     Planted(
         "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/prepared.py",

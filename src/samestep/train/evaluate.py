@@ -94,7 +94,8 @@ class Evaluator:
         self.services.watchdog.enter("script", steps_done)
         if failure is not None:
             raise failure
-        return _merge(layout.sort(read_outcomes({rank: theirs for rank, (_, theirs, _) in enumerate(gathered)})))
+        rows = read_outcomes({rank: theirs for rank, (_, theirs, _) in enumerate(gathered)})
+        return _merge(layout.sort(rows))
 
     def _score(
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span], layout: Layout
