@@ -115,10 +115,10 @@ class _Lane:
         try:
             return copy.deepcopy(self._dataset)
         except Exception as error:
-            name = type(self._dataset).__name__
             raise InvalidType(
-                f"{name} cannot be copied for each of the {self._num_lanes} lanes ({type(error).__name__}: {error}): "
-                "give it a method lane(lane, num_lanes) that returns the samples of one",
+                f"{type(self._dataset).__name__} cannot be copied for each of the {self._num_lanes} lanes "
+                f"({type(error).__name__}: {error}): give it a method lane(lane, num_lanes) that returns the samples "
+                "of one",
                 code="SS314",
             ) from None
 

@@ -275,8 +275,8 @@ class PassReports:
 
 def find_logged(report: MicroBatchReport, names: Sequence[str]) -> Means:
     """Return the logged values of a micro-batch."""
-    pairs = zip(report.logged[::2], report.logged[1::2], strict=True)
-    return {name: (mean, count) for name, (mean, count) in zip(names, pairs, strict=True) if count}
+    rows = zip(names, report.logged[::2], report.logged[1::2], strict=True)
+    return {name: (mean, count) for name, mean, count in rows if count}
 
 
 def average_losses(reports: Sequence[MicroBatchReport], step: int, layout: Layout) -> tuple[float, float | None]:

@@ -33,8 +33,9 @@ from samestep.torch_internals import gather_whole
 from samestep.train.context import RunContext
 from samestep.train.determinism import NUMPY_GENERATOR, PYTHON_GENERATOR, describe_machine, read_generator
 from samestep.train.interception import Interceptor, LoopParts
-from samestep.train.opening import describe_script, read_commit
+from samestep.train.opening import read_commit
 from samestep.train.step import Step
+from samestep.world.group import describe_script
 
 OUTSIDE = ("saving", "validating")  # phases that are not part of a step
 MAX_NORMS = 1000  # parameters in the result of a replay

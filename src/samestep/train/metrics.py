@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ class RunMetrics(StepObserver):
         if self._context.rank == 0 and self._info is not None:
             self._trackers.start(replace(self._info, resumed_step=resumed_step))
 
-    def take_over(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def take_over(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show the progress and pass rows to the trackers, on a rank that has become rank 0.
 
         Args:
@@ -65,7 +65,6 @@ class RunMetrics(StepObserver):
         self._progress.take_over()
         if not self._state.is_in_loop:
             return
-        rows = [*rows]
         try:
             self._start_trackers(min([self._state.steps_done, *(row["step"] - 1 for row in rows)]))
         except Error as error:

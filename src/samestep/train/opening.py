@@ -23,8 +23,7 @@ from samestep.data.loader import Loader
 from samestep.data.source import keep_shards
 from samestep.data.spec import DataSpec, has_lanes
 from samestep.errors import Error, InvalidValue, RunDirectoryError
-from samestep.files import read_bytes
-from samestep.hashing import hash_bytes, hash_content
+from samestep.hashing import hash_content
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import derive
 from samestep.plan.tree import describe_division
@@ -43,7 +42,7 @@ from samestep.train.stopping import Services
 from samestep.version import __version__
 from samestep.watch.trackers import TrackerInfo
 from samestep.world.environment import advise
-from samestep.world.group import Group
+from samestep.world.group import Group, describe_script
 from samestep.world.membership import Change
 
 TRACKED_STEPS = 1000  # whose rows may not have reached the trackers when rank 0 dies
@@ -209,16 +208,18 @@ def _record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tr
     git, script = ({}, {}) if path is None else context.group.once(lambda: (read_commit(), describe_script()))
     plan = data.plan
     begin = {"first_step": plan.first_step, "first_epoch": plan.first_epoch} if plan.first_step else {}
-    options = replace(
-        prepared.contents.options,
-        samples=samples,
-        git=git,
-        script=script,
-        numbers={**prepared.numbers, **data.numbers, **begin},
-        machine=machine,
-        config=context.script_config,
+    context.location.begin(
+        prepared.point,
+        replace(
+            prepared.contents.options,
+            samples=samples,
+            git=git,
+            script=script,
+            numbers={**prepared.numbers, **data.numbers, **begin},
+            machine=machine,
+            config=context.script_config,
+        ),
     )
-    context.location.begin(prepared.point, options)
     return TrackerInfo(
         "" if path is None else path.name,
         path,
@@ -260,20 +261,6 @@ def read_commit() -> dict[str, Any]:
     if not commits or commits[0] == "(initial)":
         return {}
     return {"commit": commits[0], "is_dirty": any(not line.startswith("#") for line in lines)}
-
-
-def describe_script() -> dict[str, Any]:
-    """Return the file of the script, the start of its sha256, and its arguments; {} in a notebook.
-
-    Returns:
-        {"file": "train.py", "sha256": "9f86d081884c7d65", "arguments": ["--lr", "0.1"]}
-    """
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    with suppress(OSError):
-        if file is not None:
-            sha256 = hash_bytes(read_bytes(Path(file), is_given=True))[:16]
-            return {"file": Path(file).name, "sha256": sha256, "arguments": sys.argv[1:]}
-    return {}
 
 
 def _compare_samples(

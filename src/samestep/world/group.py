@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -288,18 +288,27 @@ class Group(Transport, Held):
 # --- the opening ------------------------------------------------------------------------------------------------------
 
 
+def describe_script() -> dict[str, Any]:
+    """Return the file of the script, the start of its sha256, and its arguments; {} for code in no file.
+
+    Returns:
+        {"file": "train.py", "sha256": "9f86d081884c7d65", "arguments": ["--lr", "0.1"]}
+    """
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    with suppress(OSError):
+        if file is not None:
+            sha256 = hash_bytes(read_bytes(Path(file), is_given=True))[:16]
+            return {"file": Path(file).name, "sha256": sha256, "arguments": sys.argv[1:]}
+    return {}
+
+
 def describe_software() -> dict[str, str]:
-    """Describe what must be the same on all ranks. The script is a hash; "" for code in no file."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    script = ""
-    if path is not None:
-        with suppress(OSError):
-            script = hash_bytes(read_bytes(Path(path), is_given=True))[:12]
+    """Describe what must be the same on all ranks."""
     return {
         "samestep": __version__,
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
-        "script": script,
+        "script": describe_script().get("sha256", ""),
     }
 
 
