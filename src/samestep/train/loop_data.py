@@ -106,7 +106,7 @@ class LoopData:
     """The data set of a loop, with the plan by which it is read.
 
     Attributes:
-        count: number of epochs of the loop, or of steps in a loop over steps.
+        planned: the number of steps of the run at the loop's end in the script, without `max_steps`.
         plan: the samples of each step, as indices of the data set.
         spec: the data set, and how to load micro-batches from it.
         lanes: the data set, if it is a stream; else None.
@@ -115,23 +115,13 @@ class LoopData:
         orders: the orders of epochs, if a sampler gives them; else None.
     """
 
-    count: int
+    planned: int
     plan: LoopPlan
     spec: DataSpec
     lanes: Lanes | None
     shards: tuple[Shard, ...]
     shards_hash: str
     orders: SamplerOrders | None
-
-    @property
-    def planned(self) -> int:
-        """The number of steps of the run at the loop's end in the script, without `max_steps`."""
-        return self.plan.plan_end(self.count)
-
-    @property
-    def num_epochs(self) -> int | None:
-        """Number of epochs of the run when the loop ends; None in a loop over steps."""
-        return None if self.plan.is_endless else self.plan.first_epoch + self.count
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -200,4 +190,4 @@ def open_loop_data(
         first_step=start[0],
         first_epoch=start[1],
     )
-    return LoopData(count, plan, spec, lanes, shards, shards_hash, orders)
+    return LoopData(plan.plan_end(count), plan, spec, lanes, shards, shards_hash, orders)

@@ -41,14 +41,10 @@ class RunMetrics(StepObserver):
         self._prepared = prepared
         self._info = info or self._info
 
-    def start(self, num_epochs: int | None) -> None:
-        """Start the trackers, show the progress, and time the loop, which has steps left.
-
-        Args:
-            num_epochs: number of epochs when it ends, over all loops; None in a loop over steps.
-        """
+    def start(self) -> None:
+        """Start the trackers, show the progress, and time the loop, which has steps left."""
         self._start_trackers(self._state.steps_done)
-        self._progress.begin(total_steps=self._state.loop.last_step, has_epochs=num_epochs is not None)
+        self._progress.begin(total_steps=self._state.loop.last_step, has_epochs=not self._plan.is_endless)
         self._began_s = time.perf_counter()
 
     def _start_trackers(self, resumed_step: int) -> None:

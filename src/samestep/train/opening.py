@@ -90,7 +90,7 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
         prepared.misuse.begin_loop()
         if state.loop.kind is not LoopKind.FURTHER:
             _announce(data, context, prepared, is_ending=is_ending)
-        services.metrics.start(data.num_epochs)
+        services.metrics.start()
     return loop
 
 
