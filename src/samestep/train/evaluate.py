@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from samestep.train.context import RunContext
 from samestep.train.guards import Call, wait_for_call
 from samestep.train.prepared import Prepared
 from samestep.train.stopping import Services
-from samestep.world.transport import describe_failure, read_outcomes
+from samestep.world.transport import attempt, read_outcomes
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
 
@@ -77,14 +78,10 @@ class Evaluator:
         wait_for_call(group, Call.EVALUATE)
         while True:
             layout = self.context.build_layout(len(spans))
-            failure: Exception | None = None
-            try:
-                outcome: tuple[str, Any] = "value", self._score(score, spec, spans, layout)
-            except Exception as error:  # the script may catch it, so the other ranks must not wait for this one
-                if self.prepared.gradients.plan.models is not None:  # they wait inside of the model
-                    raise
-                failure = error
-                outcome = describe_failure(error)
+            # The script may catch an exception, so the other ranks must not wait for this one.
+            failure, outcome = attempt(partial(self._score, score, spec, spans, layout))
+            if failure is not None and self.prepared.gradients.plan.models is not None:  # they wait inside of the model
+                raise failure
             self.services.watchdog.enter("reducing", steps_done)
             gathered = group.gather((layout.world_size, outcome, self.services.stopping.cast_vote()))
             if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one

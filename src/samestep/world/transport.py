@@ -197,14 +197,14 @@ class Transport:
 
         def call_once() -> bytes:
             if not tried:
-                failure, outcome = _try(fn)
+                failure, outcome = attempt(fn)
                 tried.append((failure, self._seal(outcome)))
             return tried[0][1]
 
         if self.rank in on:
             call_once()  # at the same time on all such ranks
         outcomes = [self._broadcast(call_once, rank) for rank in on]
-        if tried and (failure := tried[0][0]) is not None:
+        if tried and (failure := tried[0][0]) is not None and not isinstance(failure, Error):
             raise failure
         return read_outcomes(dict(zip(on, outcomes, strict=True)))
 
@@ -302,21 +302,18 @@ def _begin(transfer: Callable[..., Transfer | None], tensor: torch.Tensor, rank:
     return work
 
 
-def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, tuple[str, Any]]:
-    """Call `fn`. Return its exception, unless that is an Error or there is none, and the outcome."""
+def attempt(fn: Callable[[], Any]) -> tuple[BaseException | None, tuple[str, Any]]:
+    """Call `fn`. Return its exception, if any, and the outcome for `read_outcomes`, which can be gathered."""
     try:
         return None, ("value", fn())
+    except Error as error:
+        return error, ("error", error)
     except BaseException as error:
-        return None if isinstance(error, Error) else error, describe_failure(error)
-
-
-def describe_failure(error: BaseException) -> tuple[str, Any]:
-    """Return an exception of this rank as an outcome for `read_outcomes`, which can be gathered."""
-    return ("error", error) if isinstance(error, Error) else ("failure", f"{type(error).__name__}: {error}")
+        return error, ("failure", f"{type(error).__name__}: {error}")
 
 
 def read_outcomes(outcomes: Mapping[int, tuple[str, Any]]) -> list[Any]:
-    """Return the values of the ranks' outcomes, which are ("value", value) or from `describe_failure`.
+    """Return the values of the ranks' outcomes, which are from `attempt`.
 
     Raises:
         Error: of the first rank that has raised one.
