@@ -85,8 +85,7 @@ class TokenWindows:
         return len(self._windows)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        window: NDArray[np.int64] = self.__getitems__([index])[0]
-        return window
+        return self.__getitems__([index])[0]  # type: ignore[no-any-return]
 
     def read_batch(self, indices: NDArray[np.int64]) -> Tensor:
         """Return the windows as a tensor (len(indices), context + 1). See `samestep.Source`."""
@@ -258,12 +257,11 @@ class WebDataset:
                     f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again",
                     code="SS310",
                 )
-            sample: dict[str, Any] = {name: _read_bytes(file, *each) for name, each in ranges.items()}
+            return {**{name: _read_bytes(file, *each) for name, each in ranges.items()}, KEY: key}
         except OSError as error:
             raise InvalidValue(
                 f"the shard {self._files[shard]} cannot be read ({error.strerror}): restore it", code="SS310"
             ) from None
-        return sample | {KEY: key}
 
     def _open(self, shard: int) -> tuple[FileIO, Index]:
         """Return a tar and its index, from the cache if possible."""

@@ -127,8 +127,7 @@ def compute_total_norm(params: Sequence[Tensor], norm_type: float, group: Group,
     for alike in _group(own):
         values: list[float] = torch.stack([*compute_norms([own[i] for i in alike], norm_type)]).tolist()
         norms |= zip(alike, values, strict=True)  # float64 holds all of these numbers
-    gathered = group.gather([[i, norm] for i, norm in norms.items()])
-    found = dict(sorted(pair for of_rank in gathered for pair in of_rank))
+    found = dict(sorted(pair for of_rank in group.gather([*norms.items()]) for pair in of_rank))
     if not found:
         return torch.tensor(0.0)
     local = {i: get_local(params[i]) for i in found}
@@ -155,10 +154,9 @@ def _exchange_shards(grads: Mapping[int, Tensor], group: Group) -> dict[int, Ten
     own = [i for i in grads if owners[i] == group.rank]
     rows = sent.new_empty(world_size, counts[group.rank])
     group.wait_for([start_all_to_all(rows, sent, None, ([counts[group.rank]] * world_size, counts))])
-    slices = torch.split(rows, [sizes[i] for i in own], dim=1)
     return {
         i: values.reshape(-1).view(grads[i].dtype)[: grads[i].numel()].view(grads[i].shape)
-        for i, values in zip(own, slices, strict=True)
+        for i, values in zip(own, torch.split(rows, [sizes[i] for i in own], dim=1), strict=True)
     }
 
 

@@ -91,8 +91,11 @@ class MetricsTally:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tally as JSON, exact to the bit. Floats are hexadecimal, because JSON has no nan."""
-        sums = {name: [float(total).hex(), weight.hex()] for name, (total, weight) in self._sums.items()}
-        return {"num_skipped": self.num_skipped, "epoch": self.epoch, "sums": sums}
+        return {
+            "num_skipped": self.num_skipped,
+            "epoch": self.epoch,
+            "sums": {name: [float(total).hex(), weight.hex()] for name, (total, weight) in self._sums.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. An empty state is from a snapshot without a tally."""

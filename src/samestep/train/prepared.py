@@ -267,7 +267,13 @@ def prepare_objects(
     if shard == "optimizer":
         divided = DividedOptimizers(objects, group)
     elif shard == "fsdp2":
-        _refuse_with_fsdp2(context, interceptors, device_map)
+        refused = {
+            **{each.called: True for each in interceptors if not each.permits_fsdp2},
+            'device_map="keep"': device_map is not None,
+            'backend="gloo" on a GPU': group.needs_staging(context.device),  # FSDP2 passes it tensors on the GPU
+        }
+        if name := next((each for each, is_there in refused.items() if is_there), ""):
+            raise InvalidValue(f'{name} is not available with shard="fsdp2": leave one of them out', code="SS608")
         divided = ShardedState(objects, shard_blocks, group, sharded_init)
     if saved is not None:
         read = _read(saved, divided)
@@ -301,17 +307,6 @@ def prepare_objects(
         order={id(param): number for number, param in enumerate(objects.name_params().values())},
         interceptors=interceptors,
     )
-
-
-def _refuse_with_fsdp2(context: RunContext, interceptors: Sequence[Interceptor], device_map: str | None) -> None:
-    """Refuse options that sharded models do not have. Raises InvalidValue."""
-    problems = {
-        **{each.called: True for each in interceptors if not each.permits_fsdp2},
-        'device_map="keep"': device_map is not None,
-        'backend="gloo" on a GPU': context.group.needs_staging(context.device),  # FSDP2 passes it tensors on the GPU
-    }
-    if problem := next((each for each, is_there in problems.items() if is_there), ""):
-        raise InvalidValue(f'{problem} is not available with shard="fsdp2": leave one of them out', code="SS608")
 
 
 def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:
