@@ -93,6 +93,14 @@ def test_runs_are_shown(tmp_path: Path) -> None:
     assert "compute" in shown.text
 
 
+def test_the_last_value_is_shown_if_it_is_not_finite(tmp_path: Path) -> None:
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "-inf"}, {"step": 3, "loss": "nan"}]
+    page = report(write_run(tmp_path / "run", metrics=rows))
+    assert "nan (lowest 2, highest 2)" in Texts(page).text
+    [chart] = read_data(page)["charts"]
+    assert chart["series"][0]["y"] == [2.0, None, None]
+
+
 # --- parts --------------------------------------------------------------------------------------------------------
 
 

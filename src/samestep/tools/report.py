@@ -30,6 +30,7 @@ from samestep.version import __version__
 from samestep.watch.records import HEALS, LEDGER, METRICS, RECORD, RESTARTS, has_ended, read_rows, read_status
 
 MAX_LINE_BYTES = 1 << 20  # a longer line ends the metrics: nothing writes such a line
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, None: math.nan}  # as in metrics.jsonl
 MAX_STEPS = 1 << 53  # whole numbers that a float holds
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
@@ -149,10 +150,12 @@ def _read_metrics(path: Path) -> dict[str, Points]:
             if type(step) is not int or not 0 <= step < MAX_STEPS:
                 continue
             for name, value in row.items():
-                if name not in POSITION and (type(value) is float or type(value) is int or value is None):
+                if value is None or type(value) is str:
+                    value = NOT_FINITE.get(value)
+                if name not in POSITION and (type(value) is float or type(value) is int):
                     steps, values = found.get(name) or found.setdefault(name, (array("d"), array("d")))
                     with suppress(OverflowError):  # an integer that no float holds
-                        values.append(math.nan if value is None else value)
+                        values.append(value)
                         steps.append(step)
     return {name: (np.array(steps), np.array(values)) for name, (steps, values) in found.items()}
 
@@ -202,7 +205,7 @@ def _build_summary(runs: Sequence[RunData]) -> ByRun:
         for name, (_, values) in run.metrics.items():
             finite = values[np.isfinite(values)]
             if finite.size:
-                facts[name] = f"{finite[-1]:.5g} (lowest {finite.min():.5g}, highest {finite.max():.5g})"
+                facts[name] = f"{values[-1]:.5g} (lowest {finite.min():.5g}, highest {finite.max():.5g})"
         for name, value in facts.items():
             rows.setdefault(name, [""] * len(runs))[number] = value
     return [(name, cells, False) for name, cells in rows.items() if any(cells)]
