@@ -79,7 +79,8 @@ class Program(click.Group):
         """Import a command. Returns None if there is none of this name."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"samestep.{COMMANDS[cmd_name][-1]}"), f"run_{cmd_name}")
+        module = import_module(f"samestep.{COMMANDS[cmd_name][-1]}")
+        command: click.Command = getattr(module, f"run_{cmd_name.replace('-', '_')}")
         return command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
