@@ -316,7 +316,7 @@ class Exchange:
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the script holds a gradient of the last step, or a view of one, which must not change then."""
+        """Whether the script holds a gradient of the last step, or a view of one, which must not change then."""
         return self._count_uses() != self._num_uses
 
 

@@ -119,7 +119,7 @@ class Writer:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the thread has ended, after a decision."""
+        """Whether the thread has ended, after a decision."""
         return self._decided.is_set() and not self._thread.is_alive()
 
     def handle(self, event: Event) -> None:
@@ -262,7 +262,7 @@ class Snapshotter:
         self._names_due = []
 
     def is_time(self) -> bool:
-        """Return whether a snapshot is due by this rank's clock. Rank 0 announces it in the next exchange."""
+        """Return whether a snapshot is due by this rank's clock, for its vote in the next exchange."""
         if self._location.directory is None or self._every is None:
             return False
         return self._every.has_passed(time.monotonic() - self._saved_s)

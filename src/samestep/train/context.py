@@ -26,7 +26,7 @@ from samestep.world.environment import Environment, advise
 from samestep.world.group import Group
 
 AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
-# Of the script, which runs once in a process: it may create several runs.
+# Of the process, because a script may create several runs.
 _opened: set[str] = set()  # the directories of its runs so far
 _replaced: dict[str, str] = {}  # a launcher's --run-dir -> the directory in the script that it replaced
 

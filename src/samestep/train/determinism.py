@@ -23,7 +23,7 @@ NUMPY_GENERATOR: Any = np.random.random.__self__  # type: ignore[attr-defined]
 
 
 def fix_kernels(num_threads: int, deterministic: bool) -> None:
-    """Sets the number of CPU threads and, if `deterministic`, deterministic kernels."""
+    """Set the number of CPU threads and, if `deterministic`, deterministic kernels."""
     torch.set_num_threads(num_threads)
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -59,7 +59,7 @@ def read_float32_settings(device_type: str) -> dict[str, str]:
 
 
 def use_tf32() -> None:
-    """Makes matrix products and convolutions of float32 use TF32 on a GPU, for this process.
+    """Let matrix products and convolutions of float32 use TF32 on a GPU, for this process.
 
     These two of torch's interfaces leave the others readable; `fp32_precision` does not, and inductor reads both.
     """
@@ -68,7 +68,7 @@ def use_tf32() -> None:
 
 
 def fix_compiler() -> None:
-    """Makes torch.compile build one kernel per shape, so that kernels do not depend on the order of micro-batches.
+    """Let torch.compile build one kernel per shape, so that kernels do not depend on the order of micro-batches.
 
     With dynamic shapes, a kernel compiled for a short micro-batch would also be used for full ones. With a limit on the
     number of shapes, a rank would run its last shapes uncompiled.

@@ -23,8 +23,8 @@ from samestep.watch.replica_checksums import checksum, combine, explain_drift, f
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 
-# A call that a script must make on all ranks in the same order, or none: the end of an epoch.
-Call = IntEnum("Call", "EPOCH_END STOP PREPARE LOOP ONCE EVALUATE RESTORE UPDATE BARRIER", start=0)
+# A call that a script must make on all ranks in the same order. NONE: a step, or the end of an epoch.
+Call = IntEnum("Call", "NONE STOP PREPARE LOOP ONCE EVALUATE RESTORE UPDATE BARRIER", start=0)
 _NAMES = {
     Call.STOP: "run.stop",
     Call.PREPARE: "run.prepare",
@@ -272,7 +272,7 @@ def wait_for_call(group: Group, call: Call, names: Sequence[str] = ()) -> None:
     asked = hash_short(repr([*names]).encode()) >> 32
     marks = group.gather_number(_SIGN << 40 | asked << 8 | call)
     # The message of a step's exchange begins with another number.
-    calls = [Call(mark & 0xFF) if mark >> 40 == _SIGN else Call.EPOCH_END for mark in marks]
+    calls = [Call(mark & 0xFF) if mark >> 40 == _SIGN else Call.NONE for mark in marks]
     if len({*calls}) > 1:
         named = max(calls)
         rank = calls.index(named)
@@ -297,5 +297,5 @@ def gather_after_step(group: Group, value: Any) -> list[Any]:
     Raises:
         UsageError: another rank waits in the step of a divided optimizer.
     """
-    wait_for_call(group, Call.EPOCH_END)
+    wait_for_call(group, Call.NONE)
     return group.gather(value)

@@ -229,7 +229,7 @@ class Loop:
                 context.environment.restart, from_step=self._state.steps_done, world_size=context.world_size
             )
         self._report(Outcome.UNKNOWN)
-        context.group.announce_ready()  # rank 0 has done what no other rank does again
+        context.group.announce_ready()  # what rank 0 alone does at the start is done
         wait_for_call(context.group, self._services.stopping.call)
 
     def _end_body(self, epochs_done: int | None) -> None:
@@ -245,7 +245,7 @@ class Loop:
         if self.step is not None:
             self._on.end_body(self.step)
         self._prepared.replicas.compare_if_due(steps_done, epochs_done)
-        # Ranks that continue with a step notice in its exchange that another one waits here.
+        # Over local sockets, ranks that continue with a step notice in its exchange that another one waits here.
         if epochs_done is not None:
             wait_for_call(self._context.group, stopping.call, snapshotter.take_asked())
         elif stopping.call == Call.STOP:

@@ -153,7 +153,7 @@ class Stopping(StepObserver):
     @property
     def call(self) -> Call:
         """The call by which this rank tells the others whether it ends a loop that goes on without a run.stop()."""
-        return Call.STOP if self._state.is_stopped and not self.signal else Call.EPOCH_END
+        return Call.STOP if self._state.is_stopped and not self.signal else Call.NONE
 
     def cast_vote(self, **more: Any) -> Vote:
         """Return this rank's vote. `more`: the entries of `Vote` that others give."""

@@ -271,7 +271,7 @@ class Heartbeat:
                 (run_dir / RANKS).unlink()
 
     def _check(self) -> None:
-        """Build this rank's beat, and decide what to say and do. Without any call that can block."""
+        """Build this rank's beat, and decide what to say and do."""
         now_s = time.monotonic()
         if now_s - self._checked_s > MISSED * self._interval_s:  # this process itself was stopped
             self._awake_since_s = now_s

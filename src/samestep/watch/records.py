@@ -209,7 +209,7 @@ def count_lines(path: Path) -> int:
 
 
 def add_line(path: Path, line: str) -> None:
-    """Appends a line to a file, on a new line even if the last one was cut short. Raises OSError."""
+    """Append a line to a file, on a new line even if the last one was cut short. Raises OSError."""
     with open(path, "ab+", opener=open_regular) as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

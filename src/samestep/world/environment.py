@@ -32,7 +32,7 @@ CONTINUES = PREFIX + "CONTINUES"  # after a restart, a `BegunRun` in JSON
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
 MIN_SECRET = 16  # characters
-_INTERNAL = (TRACE, HOOK, SRUN, HEAL, CONTINUES, SECRET)  # no misspelled options
+_INTERNAL = (TRACE, HOOK, SRUN, HEAL, RESTART, CONTINUES, SECRET)  # no misspelled options
 
 # below the ephemeral ports of Linux
 FIRST_PORT = 15000

@@ -20,8 +20,7 @@ GENERATION_S = 15.0  # for the launcher to notice a death, and for the survivors
 POLL_S = 0.001
 NOTICE_S = 0.5  # for a rank to notice a death itself, before its connections are broken
 
-# Ranks that have died while this process continued. Also later runs of it do without them: its number among the
-# launcher's ranks is that of the process.
+# Ranks that have died while this process continued. Later runs of the process lack them, too.
 _gone: list[int] = []
 
 
