@@ -315,7 +315,7 @@ def test_with_the_same_numbers_the_bits_are_those_of_one_run(
 def test_with_other_sizes_any_number_of_ranks_gives_the_same_bits(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], num_steps: int
 ) -> None:
-    """Also if it is stopped and resumed; each epoch uses each sample once."""
+    """Also if it is stopped and resumed, or continued with the first sizes; each epoch uses each sample once."""
     once = train_on(tmp_path / "once", **sizes)
     train_on(tmp_path / "twice", num_ranks=2, max_steps=10, **sizes)
     monkeypatch.delenv(CONTINUE_FROM)
@@ -328,6 +328,9 @@ def test_with_other_sizes_any_number_of_ranks_gives_the_same_bits(
     samples = ask("inspect", tmp_path / "twice", "--samples")
     assert "audit passed" in samples
     assert samples.count(" epoch 3 ") == (num_steps - 8) // 2
+    monkeypatch.setenv(CONTINUE_FROM, str(tmp_path / "twice"))
+    train_on(tmp_path / "back", num_epochs=5)
+    assert "audit passed" in ask("inspect", tmp_path / "back", "--samples")
 
 
 def test_a_loop_over_steps_continues_with_the_next_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

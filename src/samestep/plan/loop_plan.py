@@ -136,8 +136,10 @@ class LoopPlan:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The numbers that identify the loop, except for those of the run and for its beginning."""
+        """The numbers that identify the loop, except for those of the run."""
         return {
+            "first_step": self.first_step,
+            "first_epoch": self.first_epoch,
             **({"num_lanes": self.num_micro_batches} if self.is_stream else {}),
             **({"epoch_length": self.epoch_length} if self.has_sampler else {}),
             "data_length": self.length,

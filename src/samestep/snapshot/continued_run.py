@@ -59,7 +59,7 @@ def continue_run(directory: RunDirectory, source: str | None, identity: Json, sa
         saved = store.open(snapshot, SavedRun)
         if not continues:
             directory.write_record(_build_record(store, snapshot, saved.contents["position"], before, identity, run))
-            changed = describe_changes(before["numbers"], directory.record["numbers"])
+            changed = describe_changes(before["numbers"], before["numbers"] | identity)
             say(f"continues {run} from step {snapshot.step}" + (f" with {changed}" if changed else ""))
         _copy(path, snapshot, saved, directory)
 
@@ -140,10 +140,11 @@ def _build_record(
         number = len(position.get("loops", []))
         begins = [row for row in begins if row[0] < number] + [_find_begin(store, position, before, number, called)]
         loops = loops[: max(number - 1, 0)]
+    begin = next(({"first_step": row[1], "first_epoch": row[2]} for row in begins if row[0] == 0), {})
     row = {"after_step": snapshot.step, "changed": describe_changes(numbers, {**numbers, **identity})}
     return {
         **before,
-        "numbers": {**numbers, **identity},
+        "numbers": {**numbers, **identity, **begin},
         "loops": loops,
         "rewinds": [],
         "changes": [*before.get("changes", []), *([row] if changed else [])],

@@ -287,16 +287,15 @@ class RunState:
             return
         recorded = directory.record.get("loops", [])
         loops = recorded if loop.kind is LoopKind.FURTHER else recorded[: self._num_past]
-        numbers = {"first_step": data.plan.first_step, "first_epoch": data.plan.first_epoch, **data.numbers}
         if 0 < loop.number <= len(loops):
-            if different := find_different(loops[loop.number - 1], numbers):
+            if different := find_different(loops[loop.number - 1], data.numbers):
                 raise RunDirectoryError(
                     f"loop {loop.number + 1} of the run in {directory.named} was a different one ({different}): "
                     f"restore its values, or resume from step {data.plan.first_step} or earlier",
                     code="SS413",
                 )
         elif loop.number:
-            loops = [*loops, numbers]
+            loops = [*loops, data.numbers]
         if loops != recorded:
             directory.write_record({**directory.record, "loops": [*loops]})
 

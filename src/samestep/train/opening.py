@@ -206,8 +206,6 @@ def _record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tr
     machine = describe_machine(context.config, context.device)
     samples = _compare_samples(data, context, machine, overrides=prepared.overrides)
     git, script = ({}, {}) if path is None else context.group.once(lambda: (read_commit(), describe_script()))
-    plan = data.plan
-    begin = {"first_step": plan.first_step, "first_epoch": plan.first_epoch} if plan.first_step else {}
     context.location.begin(
         prepared.point,
         replace(
@@ -215,7 +213,7 @@ def _record_start(data: LoopData, context: RunContext, prepared: Prepared) -> Tr
             samples=samples,
             git=git,
             script=script,
-            numbers={**prepared.numbers, **data.numbers, **begin},
+            numbers={**prepared.numbers, **data.numbers},
             machine=machine,
             config=context.script_config,
         ),

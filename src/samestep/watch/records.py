@@ -49,15 +49,12 @@ class _Numbers(Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=0)] = 0
     num_threads: Count = 0
     precision: Argument = ""
+    first_step: Count = 0
+    first_epoch: Count = 0
 
     def __post_init__(self) -> None:
         if self.batch_size // self.micro_batch_size > MAX_MICRO_BATCHES:
             raise ValueError(f"a step has more than {MAX_MICRO_BATCHES} micro-batches")
-
-
-class _Loop(_Numbers, kw_only=True):
-    first_step: Count
-    first_epoch: Count
 
 
 class _Change(Struct):
@@ -82,7 +79,7 @@ class _Record(Struct):
     settings: Object = {}
     asked: Object = {}
     rewinds: list[Count] = []
-    loops: list[_Loop] = []
+    loops: list[_Numbers] = []
     changes: list[_Change] = []
     continues: _Continued | None = None
 
