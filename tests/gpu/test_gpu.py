@@ -135,8 +135,7 @@ SIZES = [(2, 32), (3, 32), (4, 32), (2, 30_000), (3, 30_000)]
 )
 def test_ranks_share_a_gpu(device: str, world_size: int, width: int, tmp_path: Path) -> None:
     """On the CPU, gradients are copied to the memory that is exchanged, too."""
-    is_staged = device == "cpu"
-    found = spawn(tmp_path / "many", device, world_size, width=width, is_staged=is_staged)
+    found = spawn(tmp_path / "many", device, world_size, width=width, is_staged=device == "cpu")
     assert found == spawn(tmp_path / "one", device, width=width)
 
 
@@ -349,8 +348,7 @@ def test_nccl(world_size: int, arguments: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize("shard", [None, "fsdp2"])
 def test_a_rank_is_lost_over_nccl(fault: str, shard: str | None, tmp_path: Path) -> None:
     """The others wait for it in kernels of the GPU."""
-    flags = ["--max-restarts", "1", "--stuck-after-s", "8"]
-    codes, output = launch_nodes(tmp_path, 2, *flags, shard=shard, fault=fault)
+    codes, output = launch_nodes(tmp_path, 2, "--max-restarts", "1", "--stuck-after-s", "8", shard=shard, fault=fault)
     assert codes == [0, 0], output
     assert (tmp_path / "runs/nccl/restarts.jsonl").exists()
     assert digest(tmp_path / "runs/nccl") == spawn(tmp_path / "one", "cuda")
@@ -374,8 +372,7 @@ def test_the_others_continue_over_nccl(world_size: int, arguments: dict[str, Any
 def test_the_others_continue_on_one_gpu(device: str, tmp_path: Path) -> None:
     """Over gloo, through host memory."""
     arguments = {"fault": "SIGKILL", "is_staged": device == "cpu"}
-    code = f"from gpu.test_gpu import train\ntrain('runs/gloo', **{arguments})"
-    (tmp_path / "script.py").write_text(code)
+    (tmp_path / "script.py").write_text(f"from gpu.test_gpu import train\ntrain('runs/gloo', **{arguments})")
     command = ["launch", "--nproc-per-node", "3", "--heal", "--device", device, "--backend", "gloo", "script.py"]
     check(samestep_command(*command, cwd=tmp_path, env={"PYTHONPATH": find_tests()}))
     assert len((tmp_path / "runs/gloo/heals.jsonl").read_text().splitlines()) == 1

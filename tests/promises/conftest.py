@@ -1,5 +1,6 @@
 """What the tests of crashes and stops share."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,14 +29,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The outcome of a run without faults, by the arguments of `faulty.train`."""
-    known: dict[str, Outcome] = {}
 
+    @functools.cache
     def run(**arguments: object) -> Outcome:
-        key = repr(sorted(arguments.items()))
-        if key not in known:
-            directory = tmp_path_factory.mktemp("undisturbed") / "run"
-            samestep.spawn(train, 1, (directory,), arguments)
-            known[key] = read_outcome(directory)
-        return known[key]
+        directory = tmp_path_factory.mktemp("undisturbed") / "run"
+        samestep.spawn(train, 1, (directory,), arguments)
+        return read_outcome(directory)
 
     return run

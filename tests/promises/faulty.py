@@ -80,21 +80,15 @@ class Faults:
             (self._directory / f"heard-{self._rank}").touch()
         return (self._directory / "go").exists()
 
-    def watch_samestep(self) -> None:
-        """Make this rank reach the moments at which no line of a script runs."""
-        commit: Any = Store.commit
-        change: Any = Watchdog.change_group
+    def watch(self, owner: type, name: str, moment: str) -> None:
+        """Make this rank reach a moment before each call of a method. Its step is the argument `step`, or 0."""
+        method = getattr(owner, name)
 
-        def reach_and_commit(store: Store, *arguments: Any, step: int, **more: Any) -> Path:
-            self.reach("committing", step)
-            return commit(store, *arguments, step=step, **more)  # type: ignore[no-any-return]
+        def reach_and_call(*arguments: Any, **more: Any) -> Any:
+            self.reach(moment, more.get("step", 0))
+            return method(*arguments, **more)
 
-        def reach_and_change(watchdog: Watchdog) -> None:
-            self.reach("regrouping", 0)
-            change(watchdog)
-
-        Store.commit = reach_and_commit  # type: ignore[method-assign]
-        Watchdog.change_group = reach_and_change  # type: ignore[method-assign]
+        setattr(owner, name, reach_and_call)
 
 
 class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -142,7 +136,8 @@ def train(
     directory = Path(run_dir).with_name(f"{Path(run_dir).name}-faults")
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     faults = Faults([fault] if isinstance(fault, str) else fault, directory, rank)
-    faults.watch_samestep()
+    faults.watch(Store, "commit", "committing")
+    faults.watch(Watchdog, "change_group", "regrouping")
     exchange.MAX_BUCKET_BYTES = 512  # so that some gradients are sent while others are still computed
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu")  # type: ignore[arg-type]

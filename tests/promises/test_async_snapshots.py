@@ -55,8 +55,7 @@ def train(run_dir: Path, before: Hook, then: Hook) -> dict[int, str]:
         done = t.step.number + 1
         digests[done] = digest(build_state(t.run, {"step": done, "epoch": done // 4}))
 
-    tiny = build(run_dir, snapshot_every=1)
-    tiny.train(data=torch.randn(16, WIDTH), num_steps=NUM_STEPS, before=before, then=note)
+    build(run_dir, snapshot_every=1).train(data=torch.randn(16, WIDTH), num_steps=NUM_STEPS, before=before, then=note)
     return digests
 
 
@@ -135,8 +134,7 @@ def test_an_exception_makes_no_snapshot_that_is_not_finite(tmp_path: Path, how: 
         "    optimizer.step()\n"
     )
     start = [sys.executable, *(["-m", "samestep", "launch"] if how == "launch" else [])]
-    done = run_command(*start, script, tmp_path / "run", cwd=tmp_path)
-    assert "diverged" in done.stderr
+    assert "diverged" in run_command(*start, script, tmp_path / "run", cwd=tmp_path).stderr
     assert [(snapshot.step, snapshot.problem) for snapshot in Store(tmp_path / "run").snapshots()] == [(1, None)]
 
 

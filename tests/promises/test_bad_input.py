@@ -8,13 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from promises.trial import Started, Trial, read_tree
 from promises.wrong import MISTAKES, learn_well, train
+from support.disks import fill
 from support.ports import reserve_port
 from support.runs import ask, check, run_command, samestep_command
 from support.tiny import Tiny, tiny_run, update
@@ -63,8 +63,7 @@ TRAIN = ["train", "mlp", "--run-dir", "runs/x"]
 ])  # fmt: skip
 def test_words(tmp_path: Path, words: list[str], said: str) -> None:
     (tmp_path / "x.py").touch()
-    done = samestep_command(*words, cwd=tmp_path)
-    assert_refused(done, said)
+    assert_refused(samestep_command(*words, cwd=tmp_path), said)
     files = {name: content for name, content in (read_tree(tmp_path) or {}).items() if content != "directory"}
     assert files == {"x.py": hashlib.sha256(b"").hexdigest()}
 
@@ -100,8 +99,7 @@ def test_another_run(tmp_path: Path) -> None:
     )
     assert read_tree(run_dir) == before
     times = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    done = check(launch("nothing", run_dir, 2, "--batch-size", "4", "--fresh"))
-    assert str(tmp_path / "x-2") in done.stdout
+    assert str(tmp_path / "x-2") in check(launch("nothing", run_dir, 2, "--batch-size", "4", "--fresh")).stdout
     assert read_tree(run_dir) == before
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == times
     assert json.loads((tmp_path / "x-2" / "run.json").read_text())["numbers"]["batch_size"] == 4
@@ -135,13 +133,6 @@ def test_once_without_a_launcher(tmp_path: Path) -> None:
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
-
-
-def fill(path: Path) -> None:
-    """Writes a file until the disk is full."""
-    with open(path, "wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(b"x" * 1024)
 
 
 def test_full_disk_at_the_end(disk: Path, tmp_path: Path) -> None:

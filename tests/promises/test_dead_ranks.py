@@ -35,8 +35,7 @@ def test_the_last_failure_is_reported(trial: Trial, undisturbed: Undisturbed) ->
     """When no restarts are left: by the launcher, the run's status, and the next start by the user."""
     faults = ["raise rank 0 at step 3 in forward", "kill rank 1 at step 7 in forward"]
     reasons = [f"rank 0 raised RuntimeError: a fault: {faults[0]}", "rank 1 was killed by SIGKILL (out of memory?)"]
-    launch = trial.run("launch", 2, faults, "--max-restarts", "1", code=137)
-    said = launch.err.read_text()
+    said = trial.run("launch", 2, faults, "--max-restarts", "1", code=137).err.read_text()
     assert said.count("Traceback") == 1
     assert "; restart 1 of 1\n" in said
     assert said.splitlines()[-1] == f"samestep: {reasons[1]}; the others were stopped"
@@ -136,8 +135,7 @@ def test_a_restart_ignores_resume_and_fresh(trial: Trial, undisturbed: Undisturb
     """It does not go back to the older snapshot again, and makes no further directory."""
     trial.spawn(1, max_steps=10)
     fault = "kill rank 1 at step 14 in forward"
-    flags = ["--snapshot-every", "3", flag, "--max-restarts", "1"]
-    launch = trial.run("launch", 2, fault, *flags)
+    launch = trial.run("launch", 2, fault, "--snapshot-every", "3", flag, "--max-restarts", "1")
     run_dir = trial.dir.with_name("run-2") if flag == "--fresh" else trial.dir
     assert sorted(path.name for path in trial.dir.parent.glob("run*") if "faults" not in path.name) == sorted(
         {"run", run_dir.name}

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 from promises.faulty import train
 from promises.trial import KILLED, Outcome, Undisturbed, enter_node, fail, read_outcome, read_restarts, read_tree
+from support.disks import fill
 from support.selection import one_in
 from support.snapshots import read_snapshot
 from support.tiny import Tiny, tiny_run, update
@@ -206,9 +206,7 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
     def before(t: Tiny) -> None:
         t.run._services.snapshotter.wait_until_written()
         if rank == node and t.step.number == 2:
-            with suppress(OSError), open("filling", "wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(512))
+            fill(Path("filling"))
         if rank == node and t.step.number == 5:
             os.remove("filling")
 

@@ -35,8 +35,7 @@ class Planted(LocalFileSystem):
     plan: ClassVar[list[tuple[str, str, int]]] = []  # the fault; a part of the path; the number of writes before it
 
     def put_file(self, path1: str, path2: str, callback: Any = None, **kwargs: Any) -> None:
-        data = Path(path1).read_bytes()
-        self._meet(path2, data)
+        self._meet(path2, Path(path1).read_bytes())
         super().put_file(path1, path2, callback, **kwargs)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
@@ -143,8 +142,7 @@ def test_another_rank_continues_an_upload(
     words = [cluster.url, part, str(count)]
     env = {"PYTHONPATH": find_tests(), "SAMESTEP_LOCAL_DIR": str(cluster.machine(0))}
     command = ["launch", "--nproc-per-node", "3", "--heal", str(Path(__file__).with_name("planted.py")), *words]
-    done = check(samestep_command(*command, cwd=tmp_path, env=env))
-    assert "lost rank 0 in step " in done.stderr
+    assert "lost rank 0 in step " in check(samestep_command(*command, cwd=tmp_path, env=env)).stderr
     assert not read_restarts(cluster.store)
     check_complete(cluster, undisturbed)
 

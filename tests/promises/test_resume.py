@@ -94,8 +94,7 @@ def test_resume_from_an_older_snapshot(
     step = 10 if which == "best" else 6
     assert resume_is_from(printed) == step
     newer = {name for name in there if int(name.partition("step-")[2]) > step}
-    moved = {path.name.rpartition("-")[0] for path in trial.dir.glob("abandoned/*")}
-    assert moved == newer
+    assert newer == {path.name.rpartition("-")[0] for path in trial.dir.glob("abandoned/*")}
     assert ("abandoned" in printed) == bool(newer)
     assert trial.outcome() == undisturbed()
 
@@ -159,8 +158,7 @@ def test_an_optimizer_whose_state_is_wider_than_its_weights() -> None:
 
 def test_an_optimizer_without_a_setting_of_torch() -> None:
     """torch adds its own settings to an optimizer's defaults at each load. The second loop loads a second time."""
-    model = nn.Linear(4, 1, bias=False)
-    optimizer = torch.optim.Muon(model.parameters())
+    optimizer = torch.optim.Muon(nn.Linear(4, 1, bias=False).parameters())
     saved = {"optimizer": optimizer.state_dict()}
     for _ in range(2):
         Objects({"optimizer": optimizer}).load(saved)

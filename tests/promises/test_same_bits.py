@@ -107,5 +107,5 @@ def test_compiled_to_kernels() -> None:
 
 
 def test_a_notebook_trains_here_and_on_ranks() -> None:
-    here = CASES["batch_norm"]()
-    assert_same(samestep.spawn(CASES["batch_norm"], 3), here, "3 ranks", "this process")
+    train = CASES["batch_norm"]
+    assert_same(train(), samestep.spawn(train, 3), "this process", "3 ranks")

@@ -160,8 +160,7 @@ def count_bytes() -> list[int]:
         with run.sharded_init():
             model = build_deep()
         built = live.most
-        optimizer = torch.optim.AdamW(model.parameters())
-        run.prepare(model=model, optimizer=optimizer, shard_blocks=[nn.Linear])
+        run.prepare(model=model, optimizer=torch.optim.AdamW(model.parameters()), shard_blocks=[nn.Linear])
         return run._context.group.gather([built, live.most])
 
 

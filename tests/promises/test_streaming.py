@@ -132,8 +132,7 @@ def train(
         run_dir, model=lambda: nn.Linear(1, 1), optimizer=lambda params: torch.optim.SGD(params, lr=1e-4),
         batch_size=12, snapshot_every=5, max_steps=max_steps,
     )  # fmt: skip
-    is_stream = not hasattr(data, "__getitems__")
-    length = {"num_steps": NUM_STEPS} if is_stream else {"num_epochs": NUM_EPOCHS}
+    length = {"num_epochs": NUM_EPOCHS} if hasattr(data, "__getitems__") else {"num_steps": NUM_STEPS}
     tiny.train(data=data, body=body, then=then, num_workers=num_workers, **length, **feed)
     return used
 

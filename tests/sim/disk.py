@@ -158,8 +158,7 @@ def build_open(get_process: Callable[[], Process], get_disk: Callable[[], Disk])
             return super().write(data)
 
         def truncate(self, size: int | None = None) -> int:
-            process = get_process()
-            process.point("truncate")
+            get_process().point("truncate")
             return super().truncate(size)
 
     def open_file(

@@ -142,8 +142,7 @@ class Instance:
     def _replace_parts(self, name: str, module: Any) -> None:
         """Replace what no standard module stands for."""
         if name == "samestep.world.local_sockets":
-            failed = self.load("samestep.errors").PeerFailed
-            module.connect = functools.partial(connect, self.distributed, failed)
+            module.connect = functools.partial(connect, self.distributed, module.PeerFailed)
             module.LocalSockets = LocalSockets
         elif name == "samestep.world.signed":
             both = {each.__name__: self._with_modules(each) for each in (pickle.dumps, pickle.loads)}
@@ -181,8 +180,7 @@ class Instance:
 
     def import_name(self, name: str, package: str | None = None) -> Any:
         """As importlib.import_module."""
-        is_own = name.partition(".")[0] == "samestep"
-        return self.load(name) if is_own else importlib.import_module(name, package)
+        return self.load(name) if name.startswith("samestep") else importlib.import_module(name, package)
 
     def import_module(self, name: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0) -> Any:
         """As `__import__`."""
@@ -228,8 +226,7 @@ def _build_fork_server(own: Instance) -> type:
             scheduler = own.process.scheduler
             own.process.wait(lambda: self._events or self._find_ended(), timeout_s, "launcher")
             for rank in self._find_ended():
-                code = self._ranks.pop(rank).code
-                ended = {"rank": rank, "code": code, "signals": self._signals.pop(rank)}
+                ended = {"rank": rank, "code": self._ranks.pop(rank).code, "signals": self._signals.pop(rank)}
                 self._events.append({**ended, "time_s": EPOCH_S + scheduler.now_s})
             return self._events.popleft() if self._events else None
 

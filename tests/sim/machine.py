@@ -122,8 +122,7 @@ class Machine:
         instance = self._pool.take()
         instance.begin(process, self)
         instance.set_constants(self._constants)
-        run_rank = instance.load("samestep.launch.rank_process").run_rank
-        process.start(partial(run_rank, rank=rank, **arguments))
+        process.start(partial(instance.load("samestep.launch.rank_process").run_rank, rank=rank, **arguments))
         return process
 
     def _clean_up(self, process: Process) -> None:

@@ -73,8 +73,7 @@ def find_by_test(planted: Planted) -> Found:
     """Run a file of tests with a copy of the source that has the fault."""
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        copy = shutil.copytree(SOURCE, Path(directory, "samestep"))
-        path = copy / planted.file
+        path = shutil.copytree(SOURCE, Path(directory, "samestep")) / planted.file
         path.write_text(path.read_text().replace(planted.old, planted.new))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", planted.test]
         done = subprocess.run(command, cwd=TESTS, env={**os.environ, "PYTHONPATH": directory}, capture_output=True)

@@ -362,8 +362,7 @@ def _build_queue(own: "Instance") -> Facade:
             own.process.point("queue.put")
 
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            limit_s = timeout if block else 0.0
-            if not own.process.wait(lambda: self._items, limit_s, "queue.get"):
+            if not own.process.wait(lambda: self._items, timeout if block else 0.0, "queue.get"):
                 raise queue.Empty
             return self._items.popleft()
 

@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,3 +20,10 @@ def open_disk(path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "--lazy", path], check=True, capture_output=True)
+
+
+def fill(path: Path) -> None:
+    """Write a file until its file system is full."""
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(512))

@@ -30,8 +30,7 @@ DOCUMENTED = {  # command -> the entries of its object with --json
 
 def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment, without variables of launchers and of other runs, and with `extra`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    return kept | dict(extra or {})
+    return {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)} | dict(extra or {})
 
 
 def find_tests() -> str:

@@ -43,8 +43,7 @@ def on_ranks(num_ranks: int, fn: Callable[[Group], Any]) -> list[Any]:
 def test_gather_and_broadcast(num_ranks: int) -> None:
     assert on_ranks(num_ranks, lambda group: group.rank) == list(range(num_ranks))
     last = num_ranks - 1
-    found = on_ranks(num_ranks, lambda group: group.broadcast({"from": group.rank}, last))
-    assert found == [{"from": last}] * num_ranks
+    assert on_ranks(num_ranks, lambda group: group.broadcast(group.rank, last)) == [last] * num_ranks
 
 
 @pytest.mark.parametrize("compares", [True, False])
@@ -92,9 +91,8 @@ def test_broadcast_tensors(num_ranks: int) -> None:
     """Tensors of all kinds are overwritten in place, without effect on autograd."""
 
     def fn(group: Group) -> list[Any]:
-        linear = torch.nn.Linear(3, 2)
         tensors = [
-            *linear.parameters(),
+            *torch.nn.Linear(3, 2).parameters(),
             torch.full((2, 2), group.rank, dtype=torch.int64),
             torch.full((), float(group.rank), dtype=torch.float64),
             torch.zeros(0),
