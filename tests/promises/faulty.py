@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import get_worker_info
 
 import samestep
 from samestep.engine import exchange
+from samestep.processes import wait_until
 from samestep.snapshot.store import Store
 from samestep.train.watchdog import Watchdog
 
@@ -71,7 +71,7 @@ class Faults:
             raise RuntimeError(f"a fault: {fault}")
         if action == "hold":
             (self._directory / f"held-{self._rank}").touch()
-            wait_until(self._is_released, "the test releases the rank")
+            assert wait_until(self._is_released, within_s=60.0), "the test has not released the rank"
         else:
             os.kill(os.getpid(), SIGNALS[action])
 

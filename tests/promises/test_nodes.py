@@ -7,7 +7,8 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import psutil
 import pytest
@@ -29,12 +30,21 @@ def port() -> Iterator[int]:
         yield free
 
 
-def flags_at(endpoint: str, nnodes: str = "2", *more: str) -> list[str]:
-    return ["--nnodes", nnodes, "--rdzv-endpoint", endpoint, "--rdzv-timeout", "120", *more]
+def start_nodes(
+    trial: Trial, endpoint: str, num_ranks: int, fault: str | Sequence[str], *flags: str,
+    hosts: Sequence[Host | None] = (None, None), **arguments: Any,
+) -> list[Started]:  # fmt: skip
+    """Starts a launcher on each host, with so many ranks. They meet at an endpoint."""
+    nodes = ["--nnodes", str(len(hosts)), "--rdzv-endpoint", endpoint, "--rdzv-timeout", "120", *flags, "--node-rank"]
+    return [
+        trial.start("launch", num_ranks, fault, *nodes, str(rank), host=host, **arguments)
+        for rank, host in enumerate(hosts)
+    ]
 
 
-def finish(*nodes: Started) -> list[int]:
-    return [node.finish() for node in nodes]
+def finish(nodes: Sequence[Started], *codes: int) -> None:
+    """Waits until all nodes have ended, with these exit codes."""
+    assert [node.finish() for node in nodes] == [*codes], "\n".join(node.output for node in nodes)
 
 
 # --- hosts ------------------------------------------------------------------------------------------------------------
@@ -44,11 +54,8 @@ def finish(*nodes: Started) -> list[int]:
 def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], version: int, shard: str) -> None:
     first = all_hosts[0]
     endpoint = f"{first.address}:29400" if version == 4 else f"[{first.address6}]:29400"
-    nodes = [
-        trial.start("launch", 2, (), *flags_at(endpoint, "2", "--node-rank", str(rank), "--shard", shard), host=host)
-        for rank, host in enumerate(all_hosts[:2])
-    ]
-    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    nodes = start_nodes(trial, endpoint, 2, (), "--shard", shard, hosts=all_hosts[:2])
+    finish(nodes, 0, 0)
     said = [node.err.read_text().count("samestep: ranks 0-1 on node 0 (h1), 2-3 on node 1 (h2)\n") for node in nodes]
     assert said == [1, 0]
     assert "on 4 ranks" in nodes[0].out.read_text()
@@ -58,15 +65,11 @@ def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
 
 def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     """No connection closes. The others wait in gloo, and continue within seconds."""
-    flags = flags_at(f"{all_hosts[0].address}:29400", "3", "--heal", "--node-rank")
-    nodes = [
-        trial.start("launch", 1, HELD, *flags, str(rank), settled=True, host=host)
-        for rank, host in enumerate(all_hosts)
-    ]
+    nodes = start_nodes(trial, f"{all_hosts[0].address}:29400", 1, HELD, "--heal", hosts=all_hosts, settled=True)
     trial.wait_held()
     all_hosts[-1].pull_the_plug()
     trial.go_on()
-    assert finish(*nodes) == [0, 0, 1], "\n".join(node.output for node in nodes)
+    finish(nodes, 0, 0, 1)
     assert trial.outcome() == undisturbed()
     assert not read_restarts(trial.dir), "no rank has started again"
     assert json.loads((trial.dir / "heals.jsonl").read_text())["lost"] == [2]
@@ -77,16 +80,15 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
 
 def test_the_rendezvous_ends(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     endpoint = f"127.0.0.1:{port}"
-    host, other = (trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1"))
+    host, other = start_nodes(trial, endpoint, 1, HELD)
     trial.wait_held()
     host.kill()
-    assert finish(host, other) == [-signal.SIGKILL, 1]
+    finish([host, other], -signal.SIGKILL, 1)
     assert other.err.read_text().splitlines()[-1] == (
         f"samestep: error: the launcher at {endpoint}, the rendezvous of the nodes, has ended: the same commands "
         "resume from the newest snapshot"
     )
-    again = [trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1")]
-    assert finish(*again) == [0, 0]
+    finish(start_nodes(trial, endpoint, 1, HELD), 0, 0)
     assert trial.outcome() == undisturbed()
 
 
@@ -98,7 +100,7 @@ def test_agents_under_torchrun(trial: Trial, undisturbed: Undisturbed, port: int
     fault = "kill rank 3 at step 7 in forward"
     engine = ["--nnodes", "2", "--master-port", str(port), "--node-rank"]
     nodes = [trial.start("agent", 2, fault, "--heal", engine=[*engine, rank]) for rank in ("0", "1")]
-    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    finish(nodes, 0, 0)
     trial.assert_struck(fault)
     assert "rank 3 was killed by SIGKILL (out of memory?), on node 1" in nodes[0].output
     assert not read_restarts(trial.dir)
@@ -176,9 +178,8 @@ def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     """All nodes start again and print why."""
     fault = "kill rank 1 at step 7 in forward"
-    flags = flags_at(f"127.0.0.1:{port}", "2", "--max-restarts", "1")
-    nodes = [trial.start("launch", 1, fault, *flags, "--node-rank", str(rank)) for rank in (0, 1)]
-    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    nodes = start_nodes(trial, f"127.0.0.1:{port}", 1, fault, "--max-restarts", "1")
+    finish(nodes, 0, 0)
     trial.assert_struck(fault)
     for node, where in zip(nodes, (r", on node 1 \(.*\)", ""), strict=True):
         said = rf"samestep: rank 1 was killed by SIGKILL \(out of memory\?\){where}; restart 1 of 1\n"
