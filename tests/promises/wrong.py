@@ -9,7 +9,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.tiny import MICRO_BATCH_SIZE, NUM_SAMPLES, Pairs, Tiny, learn, tiny_run, update
+from support.tiny import MICRO_BATCH_SIZE, NUM_SAMPLES, Pairs, Stream, Tiny, learn, tiny_run, update
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import samestep
 
@@ -89,11 +89,6 @@ class Bounded(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data = torch.renorm(self.weight.data, 2, 0, 1.0)
         return super().forward(x)
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
 
 
 class Unsized:

@@ -166,12 +166,6 @@ def _fork_server(fd: int) -> int:
     return pid
 
 
-def _forget_finalizers() -> None:
-    """At exit, torch would unregister each of its operators, which takes 40 ms."""
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-
-
 def _use_huge_pages() -> None:
     """Move this process's private memory to huge pages: a fork copies the page table, of 57,000 entries otherwise."""
     madvise = ctypes.CDLL(None).madvise
@@ -218,7 +212,8 @@ def _leave_tests(variables: Mapping[str, str], kept: Sequence[int]) -> None:
     sys.excepthook = sys.__excepthook__
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)
-    _forget_finalizers()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # torch's would take 40 ms at exit
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
@@ -268,7 +263,12 @@ def _run(words: list[str]) -> NoReturn:
         os.environ.setdefault("PYTHONHASHSEED", "0")  # else it starts itself again, to have that
     code = 0
     try:
-        program, main = _load_text(*rest[1:]) if rest[0] == "-c" else _load_file(rest)
+        if rest[0] == "-c":
+            program, main = _load_text(*rest[1:])
+        elif rest[0] == "-m":
+            program, main = load_main("module", rest[1], rest[2:])
+        else:
+            program, main = load_main("script", rest[0], rest[1:])
         exec(program, main.__dict__)
     except SystemExit as error:
         if isinstance(error.code, str):
@@ -286,11 +286,6 @@ def _run(words: list[str]) -> NoReturn:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
     leave(code, waits=True)
-
-
-def _load_file(words: list[str]) -> tuple[types.CodeType, types.ModuleType]:
-    is_module = words[0] == "-m"
-    return load_main("module" if is_module else "script", words[is_module], words[is_module + 1 :])
 
 
 def _load_text(text: str, *arguments: str) -> tuple[types.CodeType, types.ModuleType]:

@@ -14,11 +14,8 @@ def one_in(n: int, cases: Iterable[Any]) -> list[Any]:
     """Return all cases for `pytest.mark.parametrize`. `make test` runs the first and every n-th after it, `make soak`
     all.
     """
-    return [case if i % n == 0 else _leave(case) for i, case in enumerate(cases)]
-
-
-def _leave(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=[pytest.mark.soak] if i % n else []) for i, row in enumerate(rows)]
 
 
 def cover(names: Iterable[str], factors: Mapping[str, Sequence[Any]], is_allowed: Callable[..., bool]) -> list[Row]:

@@ -1,7 +1,8 @@
 """What the ranks agree on after a death, through the launcher's entries. `make sim` tries the protocol."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -57,38 +58,28 @@ def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:
     assert is_noticed == [True]
 
 
-class LateStore:
-    """A store to which `arrive` is called when a rank has looked for another one three times."""
+def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
+    """It comes when the other one has looked for it three times. The limit is for the launcher."""
+    missing: list[Sequence[str]] = []
 
-    def __init__(self, store: Any, arrive: Callable[[], None]) -> None:
-        self._store = store
-        self._arrive = arrive
-        self.num_missing = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        is_there = bool(self._store.check(keys))
+    def check(keys: Sequence[str]) -> bool:
+        is_there = bool(store.check(keys))
         if not is_there and f"samestep/{name_generation(1)}/2" in keys:
-            self.num_missing += 1
-            if self.num_missing == 3:
-                self._arrive()
+            missing.append(keys)
+            if len(missing) == 3:
+                late.advance("a rank is gone")
         return is_there
 
-
-def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
-    """The limit is for the launcher."""
     monkeypatch.setattr(membership, "GENERATION_S", 0.0)
     monkeypatch.setattr(membership, "_gone", [])  # this process has lost no rank
     late = Membership(store, "secret", rank=2, members=range(3))
-    watched = LateStore(store, lambda: late.advance("a rank is gone"))
+    watched = Mock(wraps=store, **{"check.side_effect": check})
     survivor = Membership(watched, "secret", rank=0, members=range(3))
     with pytest.raises(PeerFailed, match="a rank is gone"):
         survivor.advance("a rank is gone")
     name(store, 1, [0, 2])
     survivor.advance("a rank is gone")
-    assert watched.num_missing == 3
+    assert len(missing) == 3
     assert (survivor.members, survivor.generation) == (late.members, late.generation) == ([0, 2], 1)
     name(store, 2, [])
     with pytest.raises(PeerFailed, match="a rank is gone"):

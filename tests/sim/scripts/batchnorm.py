@@ -11,8 +11,7 @@ from torch.utils.data import TensorDataset
 import samestep
 
 run = samestep.Run("runs/batchnorm", batch_size=24, micro_batch_size=4, log_every=1)
-generator = torch.Generator().manual_seed(2)
-x = torch.randn(110, 5, generator=generator)
+x = torch.randn(110, 5, generator=torch.Generator().manual_seed(2))
 data = TensorDataset(x, x.sum(1, keepdim=True).sin())
 layers = [nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)]
 model = nn.Sequential(*layers)

@@ -11,8 +11,7 @@ from torch.utils.data import TensorDataset
 import samestep
 
 run = samestep.Run("runs/passes", batch_size=24, micro_batch_size=4, log_every=1)
-generator = torch.Generator().manual_seed(5)
-x = torch.randn(110, 5, generator=generator)
+x = torch.randn(110, 5, generator=torch.Generator().manual_seed(5))
 data = TensorDataset(x, x.sum(1, keepdim=True).sin())
 model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -12,8 +12,7 @@ from torch.utils.data import TensorDataset
 import samestep
 
 run = samestep.Run("runs/phases", batch_size=24, micro_batch_size=4, log_every=1)
-generator = torch.Generator().manual_seed(4)
-x = torch.randn(60, 5, generator=generator)
+x = torch.randn(60, 5, generator=torch.Generator().manual_seed(4))
 first = TensorDataset(x, x.sum(1, keepdim=True).sin())
 second = TensorDataset(x[:44], x[:44].prod(1, keepdim=True))
 model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
