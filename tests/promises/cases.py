@@ -333,13 +333,7 @@ def train_compiled(backend: str) -> Result:
     return train_classes(build, optimizer=adamw, at_end=check)
 
 
-@case
-def compiled_by_aot_eager() -> Result:
-    return train_compiled("aot_eager")
-
-
-def compiled_by_inductor() -> Result:
-    return train_compiled("inductor")
+CASES["compiled_by_aot_eager"] = partial(train_compiled, "aot_eager")
 
 
 @case

@@ -4,7 +4,6 @@ Gradients, losses, metrics and statistics are those of the whole batch, against 
 
 import copy
 import json
-import os
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -34,9 +33,8 @@ class Recorded(Dataset[tuple[int, Tensor]]):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(file, b"%d\n" % index)
-        os.close(file)
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(b"%d\n" % index)
         return index, torch.tensor([index / self.length])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from promises.cases import CASES, compiled_by_inductor
+from promises.cases import CASES, train_compiled
 from support.selection import cover
 from support.trace import assert_same
 
@@ -102,8 +102,9 @@ def test_compiled_to_kernels() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         pytest.skip("no C++ compiler")
-    alone = run_alone(compiled_by_inductor)  # first: the ranks then find the kernels in inductor's cache
-    assert_same(samestep.spawn(compiled_by_inductor, 3), alone, "3 ranks", "1 rank")
+    train = functools.partial(train_compiled, "inductor")
+    alone = run_alone(train)  # first: the ranks then find the kernels in inductor's cache
+    assert_same(samestep.spawn(train, 3), alone, "3 ranks", "1 rank")
 
 
 def test_a_notebook_trains_here_and_on_ranks() -> None:

@@ -6,6 +6,7 @@ seeded generator makes every decision, so a seed reproduces a whole run.
 """
 
 import _thread
+import itertools
 import random
 import signal
 from collections.abc import Callable, Mapping
@@ -58,7 +59,7 @@ class Process:
         self.scheduler = scheduler
         self.name = name
         self.rank = rank
-        self.pid = scheduler.new_pid()
+        self.pid = next(scheduler.pids)
         self.variables = type("Environ", (dict,), {})(variables)  # a class of its own: samestep may change it
         self.random = random.Random(f"{scheduler.seed}/{self.pid}")
         self.tasks: list[Task] = []
@@ -161,6 +162,7 @@ class Scheduler:
         strike: called at each point; may inject faults.
         on_end: called when all threads of a process have ended.
         history: what has happened, for a person.
+        pids: the ids of processes.
     """
 
     def __init__(self, seed: str, *, switch: float = 0.15, tick_s: float = 2e-5) -> None:
@@ -170,22 +172,17 @@ class Scheduler:
         self.tasks: list[Task] = []
         self.current: Task | None = None
         self.num_points = 0
+        self.pids = itertools.count(100_001)
         self.history: list[str] = []
         self.problem: BaseException | None = None
         self.strike: Callable[[Task, str], None] = lambda task, label: None
         self.on_end: Callable[[Process], None] = lambda process: None
         self._switch = switch
         self._tick_s = tick_s
-        self._num_processes = 0
         self._moved_s = self.now_s  # when the main thread of a rank last reached a point
         self._owner: Process | None = None  # whose values torch's global state has
         self._is_over = _thread.allocate_lock()
         self._is_over.acquire()
-
-    def new_pid(self) -> int:
-        """Return a new process id."""
-        self._num_processes += 1
-        return 100_000 + self._num_processes
 
     def note(self, text: str) -> None:
         """Add a line to the history."""

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 
 @contextmanager
@@ -12,10 +12,3 @@ def reserve_port() -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("::", 0))
         yield held.getsockname()[1]
-
-
-@contextmanager
-def reserve_ports(count: int) -> Iterator[list[int]]:
-    """Several ports, see `reserve_port`."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(reserve_port()) for _ in range(count)]

@@ -9,13 +9,13 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 
-from support.ports import reserve_ports
+from support.ports import reserve_port
 from support.runs import clean_variables
 from support.waiting import DEADLINE_S, wait_until
 
@@ -132,10 +132,8 @@ class Cluster:
 
     def wait_idle(self) -> None:
         """Wait until no node has a job."""
-        wait_until(lambda: self._states() == ["idle"] * len(self.nodes), "all nodes are idle", every_s=ASK_EVERY_S)
-
-    def _states(self) -> list[str]:
-        return self.try_run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
+        idle, words = ["idle"] * len(self.nodes), ("sinfo", "--noheader", "--Node", "--format=%T")
+        wait_until(lambda: self.try_run(*words).stdout.split() == idle, "all nodes are idle", every_s=ASK_EVERY_S)
 
     def show(self, job: str) -> Mapping[str, str]:
         """Return what Slurm shows about a job."""
@@ -157,32 +155,22 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        left = self._find_processes()
-        for process in left:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, 10)
-
-    def _find_processes(self) -> list[psutil.Process]:
-        """Find the processes of jobs: those with the configuration of this cluster."""
-        found = []
+        left = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == self.variables["SLURM_CONF"]:
-                    found.append(process)
-        return found
+                if process.environ().get("SLURM_CONF") == self.variables["SLURM_CONF"]:  # of a job of this cluster
+                    left.append(process)
+                    process.kill()
+        psutil.wait_procs(left, 10)
 
 
 @contextmanager
-def open_cluster(num_nodes: int = 2) -> Iterator[Cluster]:
-    """Open a cluster. Its processes are ended afterwards."""
-    with (
-        TemporaryDirectory(prefix="slurm-", dir="/tmp") as root,  # the path of a socket is limited
-        reserve_ports(1 + num_nodes) as ports,
-    ):
-        cluster = Cluster(Path(root), num_nodes)
-        try:
-            cluster.start(ports)
-            yield cluster
-        finally:
-            cluster.close()
+def open_cluster() -> Iterator[Cluster]:
+    """Open a cluster of two nodes. Its processes are ended afterwards."""
+    with ExitStack() as stack:
+        root = stack.enter_context(TemporaryDirectory(prefix="slurm-", dir="/tmp"))  # the path of a socket is limited
+        ports = [stack.enter_context(reserve_port()) for _ in range(3)]
+        cluster = Cluster(Path(root), num_nodes=2)
+        stack.callback(cluster.close)
+        cluster.start(ports)
+        yield cluster
