@@ -7,7 +7,7 @@ import copy
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -42,12 +42,6 @@ def find_blocks(text: str, language: str) -> list[str]:
 
 
 PROGRAMS = {each[:5]: each for each in SECTIONS if find_blocks(each, "python|sh")}
-
-
-def list_kinds(kind: type[Error] = Error) -> Iterator[type[Error]]:
-    yield kind
-    for other in kind.__subclasses__():
-        yield from list_kinds(other)
 
 
 def find_codes(trees: Mapping[str, ast.Module]) -> tuple[set[str], list[str]]:

@@ -64,14 +64,11 @@ class Many:
         return list(torch.tensor(indices)[:, None] + torch.rand(len(indices), 2))
 
 
-class Odd:
+class Odd(Noisy):
     """A data set whose sample 17 differs from all others."""
 
     def __init__(self, odd: Callable[[], Any]) -> None:
         self.odd = odd
-
-    def __len__(self) -> int:
-        return 100
 
     def __getitem__(self, index: int) -> Any:
         return self.odd() if index == 17 else torch.zeros(3)
@@ -79,10 +76,6 @@ class Odd:
 
 def fail_with_key_error() -> Any:
     raise KeyError("x")
-
-
-def fail_with_stop_iteration() -> Any:
-    raise StopIteration
 
 
 def plan_tasks(num_tasks: int, size: int = 4) -> list[Task]:
@@ -197,7 +190,7 @@ def test_tasks_are_taken_no_earlier_than_needed(num_workers: int, ahead: int) ->
     ("odd", "said"),
     [
         (fail_with_key_error, r"the data set failed at sample 17 \(KeyError: 'x' at .*test_loader.py:\d+"),
-        (fail_with_stop_iteration, r"the data set failed at sample 17 \(StopIteration at "),
+        (lambda: next(iter(())), r"the data set failed at sample 17 \(StopIteration at "),
         (lambda: torch.zeros(4), r"collate_fn failed at one of the samples 16, 17, 18, 19 \(RuntimeError: stack ex"),
         (lambda: None, r"collate_fn failed at one of the samples .* \((TypeError|AttributeError): "),
         (lambda: (torch.zeros(3),), r"collate_fn failed at one of the samples .* \((TypeError|AttributeError): "),
@@ -215,22 +208,11 @@ def test_a_failure_names_the_sample(num_workers: int, odd: Callable[[], Any], sa
         assert num_workers == 0 or "Traceback" in str(caught.value.__cause__)
 
 
-class Deadly(Noisy):
-    """Kills the worker that reads sample 17."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 17:
-            os.kill(os.getpid(), self.number)
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signals) -> None:
     said = rf"^DataLoader worker 0 .pid \d+. was killed by {number.name}: check"
-    loader = Loader(read_data_arguments(Deadly(number), num_workers=2), iter(plan_tasks(5)), device=CPU)
+    data = Odd(lambda: os.kill(os.getpid(), number))
+    loader = Loader(read_data_arguments(data, num_workers=2), iter(plan_tasks(5)), device=CPU)
     with loader, pytest.raises(WorkerDied, match=said) as caught:
         list(loader)
     assert caught.value.__suppress_context__

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import Command
@@ -161,28 +160,20 @@ def test_a_rank_that_fails_and_does_not_end_is_named(command: Command) -> None:
     assert done.returncode == 1
 
 
-def press_ctrl_c(pid: int) -> None:
-    """Send SIGINT to the whole process group, as a terminal does."""
-    os.killpg(pid, signal.SIGINT)
-
-
-def terminate(pid: int) -> None:
-    os.kill(pid, signal.SIGTERM)
-
-
 @pytest.mark.parametrize(
-    ("send", "code", "heard"), [(press_ctrl_c, 130, signal.SIGINT), (terminate, 75, signal.SIGTERM)]
+    ("send", "number", "code"),
+    [(os.killpg, signal.SIGINT, 130), (os.kill, signal.SIGTERM, 75)],  # the first as a terminal does
 )
 def test_ranks_get_one_signal_and_end_on_their_own(
-    command: Command, send: Callable[[int], None], code: int, heard: signal.Signals
+    command: Command, send: Callable[[int, int], None], number: signal.Signals, code: int
 ) -> None:
     command.write("stoppable.py", STOPPABLE)
     launch = command.start("launch", "--nproc-per-node", "2", "stoppable.py")
     command.wait_for("ready0", "ready1")
-    send(launch.pid)
+    send(launch.pid, number)
     done = command.finish(launch)
     assert (done.returncode, done.stderr) == (code, "")
-    assert [(command.directory / f"saved{rank}").read_text() for rank in range(2)] == [str(int(heard))] * 2
+    assert [(command.directory / f"saved{rank}").read_text() for rank in range(2)] == [str(int(number))] * 2
     command.assert_nothing_left()
 
 
@@ -278,16 +269,13 @@ if "fail" in sys.argv and attempt == "0" and own == 1:
 """
 
 
-def read_configs(directory: Path, attempt: int, num_ranks: int) -> list[dict[str, Any]]:
-    return [json.loads((directory / f"config-{rank}-{attempt}.json").read_text()) for rank in range(num_ranks)]
-
-
 def test_ranks_of_a_machine_meet_again_after_a_restart(command: Command) -> None:
     command.write("meet.py", MEET)
     done = command.run("launch", "--nproc-per-node", "3", "--max-restarts", "1", "--tf-config", "meet.py", "fail")
     assert done.returncode == 0, done.stderr
     for attempt in range(2):
-        configs = read_configs(command.directory, attempt, 3)
+        files = [command.directory / f"config-{rank}-{attempt}.json" for rank in range(3)]
+        configs = [json.loads(file.read_text()) for file in files]
         assert [config["task"] for config in configs] == [{"type": "worker", "index": rank} for rank in range(3)]
         (workers,) = {tuple(config["cluster"]["worker"]) for config in configs}
         assert len(set(workers)) == 3

@@ -1,24 +1,13 @@
 """Invalid numbers are refused in one sentence."""
 
 import re
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.errors import Error
-from samestep.plan.loop_plan import LoopPlan
-from samestep.plan.tree import (
-    check_numbers,
-    default_micro_batch_size,
-)
-
-counts = st.integers(1, 12)
-
-
-def plan(length: Any, batch_size: Any, micro_batch_size: Any, **options: Any) -> LoopPlan:
-    return LoopPlan(length=length, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=0, **options)
+from samestep.plan.tree import check_numbers, default_micro_batch_size
 
 
 def test_default_micro_batch_size() -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,6 @@ SENTENCES = ["the cat sat on the mat\n", "a dog ran to the cat\n", "naïve café
 SMALL = ("--context", "16", "--batch-size", "8", "--validate-samples", "8")  # options for a model of few operations
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """With tiny operations, several threads are slower than one."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def build_model(config: GPT2Config = SIZES, **options: Any) -> GPT2:
     """A model whose biases are not zero, either."""
     torch.manual_seed(0)
@@ -42,10 +32,6 @@ def build_model(config: GPT2Config = SIZES, **options: Any) -> GPT2:
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.1)
     return model.eval()
-
-
-def train(arguments: list[str]) -> None:
-    gpt.main(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +201,7 @@ def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Pat
         run_dir = tmp_path / name
         for world_size, last, shard in starts:
             env = {"SAMESTEP_MAX_STEPS": last, "SAMESTEP_SHARD": shard}
-            samestep.spawn(train, world_size, ([*arguments, str(run_dir)],), env=env)
+            samestep.spawn(gpt.main, world_size, ([*arguments, str(run_dir)],), env=env)
         files = [(run_dir / name).read_bytes() for name in ("metrics.jsonl", "ledger.bin")]
         found.append((digest(run_dir), digest(run_dir, "best"), *files))
     assert found[0] == found[1] == found[2]

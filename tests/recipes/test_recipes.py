@@ -2,14 +2,12 @@
 
 import inspect
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.commands import run
-from support.runs import ask, check, read_rows, run_command
+from support.runs import ask, check, read_rows, run_command, samestep_command
 from support.snapshots import read_snapshot
 
 from samestep.errors import MissingPackage
@@ -17,16 +15,10 @@ from samestep.recipes import build_schedule, digits
 from samestep.snapshot.store import Store
 
 
-def run_train(*arguments: str) -> str:
+def run_train(*words: str) -> str:
     """Run `samestep train`. Returns its output."""
-    command = [sys.executable, "-m", "samestep", "train", *arguments]
-    done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def read_digests(run_dir: Path) -> dict[str, str]:
-    return {path.path.name: path.manifest["digest"] for path in Store(run_dir).snapshots()}
+    done = check(samestep_command("train", *words, cwd=Path.cwd()))
+    return done.stdout + done.stderr
 
 
 @pytest.mark.soak

@@ -1,6 +1,7 @@
 """Trackers: the output of the real packages is read back; trackers that fail or are slow do not stop a run."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -321,16 +322,12 @@ for resumed_step, rewinds in ((0, []), (2, []), (1, [1])):
 """
 
 
-def run_for_real(tracker: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def run_for_real(tracker: str, run_dir: Path) -> str:
     """Train three times: from the beginning, resumed at step 2 after a crash, and gone back to step 1."""
-    variables = {
-        "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"sqlite:///{run_dir}/mlflow.db",
-    }  # fmt: skip
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    env = os.environ | {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"sqlite:///{run_dir}/mlflow.db"}
     # In a process of its own: the packages leave threads and variables behind.
     command = [sys.executable, "-c", REAL_RUNS, tracker, str(run_dir)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     return str(json.loads((run_dir / "trackers.json").read_text())[tracker.lower()]["id"])
 
@@ -339,9 +336,9 @@ def run_for_real(tracker: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
 EXPECTED = [(step, step / 2) for step in range(1, 6)], [(step, step / 2) for step in range(2, 5)]
 
 
-def test_wandb_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_continues_under_its_id(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    new_id = run_for_real("WandB", tmp_path, monkeypatch)
+    new_id = run_for_real("WandB", tmp_path)
     written = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     names = [path.name for path in written]
     assert names[0] == names[1] != names[2] == f"run-{new_id}.wandb"
@@ -349,10 +346,10 @@ def test_wandb_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(b"world_size" in path.read_bytes() for path in written)
 
 
-def test_mlflow_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_under_its_id(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
-    new_id = run_for_real("MLflow", tmp_path, monkeypatch)
+    new_id = run_for_real("MLflow", tmp_path)
     client = pytest.importorskip("mlflow.tracking").MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     experiment = client.get_experiment_by_name("samestep-tests")
     runs = sorted(client.search_runs([experiment.experiment_id]), key=lambda run: run.info.run_id == new_id)
