@@ -127,13 +127,6 @@ def run_node(nodes: Nodes, received: list[int] | None = None) -> Finish:
         return launcher.run_node(agent)
 
 
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of this process meet in a store without a port."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr(launcher, "_find_store", lambda nodes: lambda: store)
-
-
 def test_no_answer() -> None:
     with reserve_port() as port, pytest.raises(Error, match=f"no answer from 127.0.0.1:{port} within 0 s"):
         run_node(Nodes(2, 1, "127.0.0.1", port, 0.2, SECRET))
@@ -146,9 +139,10 @@ def test_the_port_is_in_use() -> None:
             run_node(Nodes(2, 0, "127.0.0.1", port, 60.0, SECRET))
 
 
-@pytest.mark.usefixtures("in_process")
-def test_a_node_that_waits_ends_after_a_signal() -> None:
+def test_a_node_that_waits_ends_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been trained, and the user gives the same command again."""
+    store = dist.HashStore()  # the nodes of this process meet without a port
+    monkeypatch.setattr(launcher, "_find_store", lambda nodes: lambda: store)
     with reserve_port() as port:
         for node in (0, 1):
             assert run_node(Nodes(2, node, "127.0.0.1", port, 60.0, SECRET), [signal.SIGINT]).code == 130

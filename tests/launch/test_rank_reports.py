@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from multiprocessing import get_context
 
 import pytest
 
@@ -38,21 +39,15 @@ def test_the_newest_report_counts(launcher: Reports) -> None:
     assert launcher.run is not None
 
 
+def report_many(first: int) -> None:
+    for number in range(first, first + 1000):
+        report(Result(number, b"value"))
+
+
 def test_ranks_that_report_at_the_same_time(launcher: Reports) -> None:
     """No report overwrites another one."""
-    begin, is_begun = os.pipe()
-    pids = []
-    for first in range(0, 4000, 1000):
-        if (pid := os.fork()) == 0:
-            os.close(is_begun)
-            os.read(begin, 1)  # until the pipe is closed
-            for number in range(first, first + 1000):
-                report(Result(number, b"value"))
-            os._exit(0)
-        pids.append(pid)
-    os.close(begin)
-    os.close(is_begun)
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
+    with get_context("fork").Pool(4) as ranks:
+        ranks.map(report_many, range(0, 4000, 1000), chunksize=1)
     launcher.read()
     assert len(launcher.results) == 4000
 

@@ -1,7 +1,6 @@
 """Copies that are made during the computation, and what becomes of them: a snapshot, if they are sound, or nothing."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
@@ -22,7 +21,6 @@ from samestep.snapshot.async_copy import (
     locate,
 )
 from samestep.snapshot.location import Location
-from samestep.snapshot.manifest import Extents
 from samestep.snapshot.snapshotter import Event, Stage, Writer, advance
 
 NUM_LARGE = LARGE_BYTES // 4
@@ -134,27 +132,6 @@ def test_finite(bad: float, dtype: torch.dtype) -> None:
 # --- the thread that writes them ----------------------------------------------------------------------------------
 
 
-class Noted(Location):
-    """Where a snapshot is written. It notes what is called."""
-
-    def __init__(self, *, is_divided: bool = False) -> None:
-        self.is_divided = is_divided
-        self.calls: list[str] = []
-
-    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Extents]:
-        self._note("prepare")
-        return []
-
-    def commit(self, order: SnapshotOrder, parts: Sequence[Extents]) -> None:
-        self._note("commit")
-
-    def abort(self, order: SnapshotOrder) -> None:
-        self._note("abort")
-
-    def _note(self, what: str) -> None:
-        self.calls.append(what)
-
-
 def test_a_view_of_a_parameter_is_not_compared_with_it() -> None:
     """Ranks that write nothing look at the parameter alone."""
     weight = torch.randn(4, 2)
@@ -167,9 +144,15 @@ def test_a_view_of_a_parameter_is_not_compared_with_it() -> None:
     assert compared[0] == compared[1]
 
 
-def write(copy: Copy, location: Noted) -> Writer:
+def write(copy: Copy, *, is_divided: bool = False) -> tuple[Writer, MagicMock]:
+    """Write a copy. Returns the location, too, which notes what is called."""
+    location = MagicMock(spec=Location, is_divided=is_divided)
     inspection = Inspection(TrainingState({}, {}, [], [], [], pytest.fail), step=1)
-    return Writer(copy, location, SnapshotOrder(1), {}, inspection)
+    return Writer(copy, location, SnapshotOrder(1), {}, inspection), location
+
+
+def list_calls(location: MagicMock) -> list[str]:
+    return [name for name, _, _ in location.method_calls]
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
@@ -190,21 +173,19 @@ def test_all_sequences_of_events(is_divided: bool) -> None:
 
 
 def test_a_rank_alone_completes_no_divided_one() -> None:
-    location = Noted(is_divided=True)
-    writer = write(begin({"large": torch.randn(NUM_LARGE)})[0], location)
+    writer, location = write(begin({"large": torch.randn(NUM_LARGE)})[0], is_divided=True)
     writer.handle(Event.SOUND)
     writer.wait_until_written()
-    assert (writer.stage, location.calls) == (Stage.ABORTED, ["prepare", "abort"])
+    assert (writer.stage, list_calls(location)) == (Stage.ABORTED, ["prepare", "abort"])
 
 
 def test_a_rank_alone_refuses_what_is_torn() -> None:
-    location = Noted()
     large = torch.randn(NUM_LARGE)
     copy, _ = begin({"large": large})
     large.add_(1)
-    writer = write(copy, location)
+    writer, location = write(copy)
     writer.wait_until_written()
-    assert (writer.stage, location.calls) == (Stage.ABORTED, ["prepare", "abort"])
+    assert (writer.stage, list_calls(location)) == (Stage.ABORTED, ["prepare", "abort"])
 
 
 def test_errors_are_kept() -> None:
@@ -213,9 +194,8 @@ def test_errors_are_kept() -> None:
 
     large = torch.randn(NUM_LARGE)
     copy = Copy({"large": large}, {}, stable={locate(large)}, look=look)
-    location = Noted()
-    writer = write(copy, location)
+    writer, location = write(copy)
     writer.wait_until_written()
     assert copy.has_failed
     assert str(writer.failure) == "a look"
-    assert location.calls == ["abort"]
+    assert list_calls(location) == ["abort"]

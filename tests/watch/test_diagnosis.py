@@ -200,12 +200,10 @@ def test_the_end_is_learnt_or_given() -> None:
 OWN = wait(0, 0)
 
 
-def refuse(*_: object) -> None:
-    raise AssertionError("a decision has no effects")
-
-
 def build_facts(rank: int = 0, *, can_heal: bool = True, stuck_after_s: int = 60) -> RankFacts:
-    return RankFacts(rank, range(2), "h0", build_limits(stuck_after_s), refuse, refuse, refuse, refuse, can_heal)
+    """The facts of a rank. A decision calls no function."""
+    limits = build_limits(stuck_after_s)
+    return RankFacts(rank, range(2), "h0", limits, pytest.fail, pytest.fail, pytest.fail, pytest.fail, can_heal)
 
 
 # --- every sequence of what happens to three ranks --------------------------------------------------------------------
