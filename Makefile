@@ -51,7 +51,7 @@ test-gpu: $(VENV)/installed-dev
 
 # Run the tests and pages that need large optional packages (transformers, Ray, W&B, ...), in a separate environment.
 ADAPTERS := tests/adapters tests/watch/test_trackers.py tests/sources/test_sources.py
-ADAPTERS += tests/tools/test_verify_plain.py tests/test_docs.py tests/launch/test_launchers.py
+ADAPTERS += tests/tools/test_verify.py tests/test_docs.py tests/launch/test_launchers.py
 test-adapters:
 	$(PYTHON) -m venv .venv-adapters
 	.venv-adapters/bin/pip install --quiet "$(TORCH)" --editable ".[adapters]"

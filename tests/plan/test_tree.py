@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.plan.tree import Layout, Node, build_layout, list_merges, split
+from samestep.second_opinion import plan_checks
 
 # A sum as written: a leaf is its micro-batch, an addition the pair of its operands, the one with the lower
 # micro-batches first, as addition commutes.
@@ -99,3 +100,31 @@ def test_ranks_share_evenly(n: int, world_size: int, lo: int) -> None:
     assert shares[0] == max(shares)
     if n:
         assert [held.start + lo for held in build_layout(n, world_size).ranges] == starts[:-1]
+
+
+# --- which rank computes a micro-batch again, of which other rank -----------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 10**6))
+def test_every_rank_is_checked_once_by_another_one(n: int, world_size: int, number: int) -> None:
+    ranges = build_layout(n, world_size).ranges
+    checks = plan_checks(n, world_size, number)
+    owners = [rank for rank, held in enumerate(ranges) if held]
+    assert [check.owner for check in checks] == (owners if world_size > 1 else [])
+    for check in checks:
+        assert check.v in ranges[check.owner]
+        assert len({check.owner, check.checker, check.judge}) == 3
+        assert (check.judge is None) == (world_size == 2)
+    checkers = [check.checker for check in checks]
+    assert len({*checkers}) == len(checkers), "a rank computes one more micro-batch at most"
+
+
+@given(st.integers(1, 24), st.integers(2, 8), st.integers(0, 1000))
+def test_all_pairs_meet_and_all_micro_batches_have_their_turn(n: int, world_size: int, start: int) -> None:
+    ranges = build_layout(n, world_size).ranges
+    plans = [plan_checks(n, world_size, start + k) for k in range(world_size - 1)]
+    pairs = {(check.owner, check.checker) for checks in plans for check in checks}
+    assert len(pairs) == sum(map(bool, ranges)) * (world_size - 1)
+    most = max(len(held) for held in ranges) * (world_size - 1)
+    seen = {check.v for k in range(most) for check in plan_checks(n, world_size, start + k)}
+    assert seen == {*range(n)}

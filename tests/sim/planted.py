@@ -253,7 +253,7 @@ PLANTED = (
     ),
     Planted(
         "a run continues from the copy with the oldest snapshot", RESUME, "snapshot/run_record.py",
-        "steps.index(max(steps))", "steps.index(min(steps))", test="snapshot/test_resume_point.py",
+        "steps.index(max(steps))", "steps.index(min(steps))", test="snapshot/test_store.py",
     ),
     Planted(
         "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/objects.py",

@@ -1,14 +1,4 @@
-"""Scripts for raw DDP from one template, with selected mistakes, and the table of those that are found.
-
-`python tests/tools/plain_planted.py` prints the table of docs/dev/verify.md.
-"""
-
-import sys
-import tempfile
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.runs import read_facts, samestep_command
+"""Scripts for raw DDP from one template, with selected mistakes, and which of them are found."""
 
 TEMPLATE = """
 import torch, torch.distributed as dist, torch.nn.functional as F
@@ -125,34 +115,9 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
 }  # fmt: skip
 
 
-def plant(*names: str) -> str:
+def plant_plain(*names: str) -> str:
     """Return the script with all mistakes of these names."""
     parts = dict(SOUND)
     for name in names:
         parts |= MISTAKES[name][0]
     return TEMPLATE.format(**parts)
-
-
-def find_mistakes(directory: Path, *options: str) -> set[str]:
-    """Return the checks that report a mistake in the `planted.py` of a directory."""
-    done = samestep_command("verify", "--plain", "--json", *options, "planted.py", cwd=directory)
-    assert done.returncode < 2, done.stderr
-    checks = read_facts("verify --plain", done.stdout)["checks"]
-    return {key for key, each in checks.items() if each["verdict"] == "MISTAKE"}
-
-
-def main() -> None:
-    """Verify a script for each mistake, and print the table."""
-    print("| planted | must be reported by | is reported by | result |\n|---|---|---|---|")
-    for name, (_, wanted) in MISTAKES.items():
-        with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / "planted.py").write_text(plant(name))
-            found = find_mistakes(Path(directory))
-        words = [", ".join(sorted(each)) or "-" for each in (wanted, found)]
-        verdict = "hit" if wanted and wanted <= found else "miss" if wanted else "no false alarm"
-        verdict += "" if found <= wanted else ", false alarm" if wanted else ""
-        print(f"| {name} | {words[0]} | {words[1]} | {verdict} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -60,20 +60,16 @@ main()
 """
 
 PLACES = (
-    "top", "in_data", "in_item", "in_model", "in_forward", "arguments", "before", "in_micro_batch",
-    "after_micro_batch", "in_step", "in_epoch", "at_end",
+    "in_data", "in_item", "in_model", "in_forward", "before", "in_micro_batch", "after_micro_batch", "in_step",
+    "in_epoch", "at_end",
 )  # fmt: skip
 
 
-def plant(**faults: str) -> str:
+def plant(swap: str = "", **faults: str) -> str:
     """Return the script with `faults` at their places. `swap` replaces expressions: `OLD` -> `NEW`."""
-    script = SOUND
-    old, _, new = faults.pop("swap", "").partition(" -> ")
-    if old:
-        assert old in script, old
-        script = script.replace(old, new)
-    for place in PLACES:
-        default = "" if place in ("top", "arguments") else "pass"
-        script = script.replace("{" + place + "}", faults.pop(place, default))
-    assert not faults, faults
-    return script
+    places = {"top": "", "arguments": "", **dict.fromkeys(PLACES, "pass")}
+    assert faults.keys() <= places.keys()
+    script = SOUND.format(**places | faults)
+    old, _, new = swap.partition(" -> ")
+    assert old in script, old
+    return script.replace(old, new)
