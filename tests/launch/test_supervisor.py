@@ -298,7 +298,7 @@ def test_the_others_continue_without_a_node() -> None:
     launch = Launch(4, 2, heals=True).do(READY).do(Lost(NOW_S), node=1)
     assert launch.named[-1] == [0, 1]
     assert "rank 2 was lost with node 1 (h1)" in launch.said
-    failing = launch.copy().do(lost_another(0, NOW_S + 20.0), lost_another(1, NOW_S + 20.0))
+    failing = copy.deepcopy(launch).do(lost_another(0, NOW_S + 20.0), lost_another(1, NOW_S + 20.0))
     assert failing.end == Finish(1, "node 1 (h1) was lost: the same commands resume from the newest snapshot")
     assert launch.do(*[Ended(rank, 0, outcome=Outcome.FINISHED) for rank in (0, 1)]).end.code == 0
 

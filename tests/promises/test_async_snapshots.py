@@ -53,7 +53,7 @@ def train(run_dir: Path, before: Hook, then: Hook) -> dict[int, str]:
     def note(t: Tiny) -> None:
         then(t)
         done = t.step.number + 1
-        digests[done] = digest(build_state(t.run, {"step": done, "epoch": done // 4}))
+        digests[done] = digest(build_state(t.run, {"step": done, "epoch": done // 4, "order": None, "lanes": []}))
 
     build(run_dir, snapshot_every=1).train(data=torch.randn(16, WIDTH), num_steps=NUM_STEPS, before=before, then=note)
     return digests
