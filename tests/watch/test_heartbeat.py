@@ -74,7 +74,7 @@ def test_a_disk_that_hangs_does_not_silence_the_leader() -> None:
         held.wait(DEADLINE_S)
 
     held = threading.Event()
-    with heartbeat(0, None, world_size=1, find_dir=hang) as (pulse, said):
+    with heartbeat(0, Box(), world_size=1, find_dir=hang) as (pulse, said):
         pulse.enter("saving", 4)
         wait_until(lambda: said, "it names the rank that is stuck")
         held.set()
@@ -88,7 +88,7 @@ def test_a_failed_check_is_said_once() -> None:
         calls.append(rank)
         raise KeyError(rank)
 
-    with heartbeat(0, None, world_size=1, is_lost=fail) as (_, said):
+    with heartbeat(0, Box(), world_size=1, is_lost=fail) as (_, said):
         wait_until(lambda: len(calls) > 2, "it is checked again")
     assert said == ["the heartbeat's thread 'check' has failed: KeyError: 0"]
 
@@ -100,7 +100,7 @@ def test_an_old_beat_that_is_written_again_is_not_news() -> None:
         with heartbeat(0, box, world_size=3):
             wait_until(lambda: "beat/0" in box.texts, "rank 0 tells")
             texts.append(box.texts.pop("beat/0"))
-    exchange = BeatExchange(None, 1, range(2), 1.0, decode(texts[0], Message))
+    exchange = BeatExchange(Box(), 1, range(2), 1.0, decode(texts[0], Message))
     for text, newest in ((texts[0], texts[0]), (texts[1], texts[1]), (texts[0], texts[1])):
         exchange.note(decode(text, Message))
         [beat] = exchange.collect(time.monotonic()) or []
@@ -172,7 +172,7 @@ def test_watching_on_a_terminal(
     monkeypatch.setattr(inspect, "POLL_S", 0.01)
     (tmp_path / "run.json").write_text(json.dumps({"format": 1}))
     (tmp_path / "status.json").write_text(json.dumps({"status": "done"}))
-    with heartbeat(0, None, world_size=1, find_dir=lambda: tmp_path) as (pulse, _):
+    with heartbeat(0, Box(), world_size=1, find_dir=lambda: tmp_path) as (pulse, _):
         pulse.enter("forward", 5)
         wait_until((tmp_path / "ranks.json").exists, "it is published")
         assert inspect.run_watch([str(tmp_path)]) == 0

@@ -109,10 +109,11 @@ class ForkServer(Held):
         self._connection.close()
         if self.is_alive():
             os.kill(self._pid, signal.SIGTERM)  # ends it while it imports and does not read the socket; ignored later
-            if not wait_until(lambda: not self.is_alive(), CLOSE_S, every_s=0.001):
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-                self._has_ended = True
+            with suppress(ChildProcessError):  # something else has waited for it
+                if not wait_until(lambda: not self.is_alive(), CLOSE_S, every_s=0.001):
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
+            self._has_ended = True
 
     def forget(self) -> None:
         self._connection.close()  # it would keep the server alive after the client's end

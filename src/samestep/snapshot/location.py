@@ -108,7 +108,7 @@ class Location:
             say(f"{self.named} is not shared by all nodes: {len(self._writers)} of them keep a copy of the run each")
         if self.named is not None:
             try:
-                self._each(self._open_directory)
+                self._each(partial(self._open_directory, self.named))
             except Error:
                 self.close()
                 raise
@@ -137,9 +137,8 @@ class Location:
 
         return next(each for each in map(Path, _list_names(str(named))) if not is_used(each))
 
-    def _open_directory(self) -> None:
-        assert self.named is not None
-        self.directory = RunDirectory(self.named, warn=self.warn)
+    def _open_directory(self, named: Path) -> None:
+        self.directory = RunDirectory(named, warn=self.warn)
         identity = self._config.identity()
         continue_run(self.directory, self._config.continue_from, identity, self.warn)
         self.directory.check_numbers(identity)

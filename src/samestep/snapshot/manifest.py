@@ -175,12 +175,11 @@ class Snapshot:
     @classmethod
     def from_manifest(cls, path: Path, manifest: Json, problem: str | None) -> "Snapshot":
         """Return the snapshot in a directory, whose name matches `DIRECTORY`."""
-        match = DIRECTORY.fullmatch(path.name)
-        assert match is not None
-        step = int(match[2])
+        name, _, numbered = path.name.rpartition(".")
+        step = int(numbered.removeprefix("step-"))
         if (found := manifest.get("step", step)) != step:
             problem = f"{MANIFEST} is of step {found}"
-        return cls(path, step, match[1], manifest, problem)
+        return cls(path, step, name or None, manifest, problem)
 
     @property
     def age(self) -> tuple[int, bool, str]:

@@ -316,8 +316,11 @@ class Store:
             self._remove(snapshot.path)
 
     def abandon(self, snapshots: Sequence[Snapshot]) -> None:
-        """Move snapshots to `run_dir/abandoned`, the newest first. They are not used again. Raises OSError."""
-        for snapshot in sorted(snapshots, key=lambda each: -each.step):
+        """Move snapshots, in their order, to `run_dir/abandoned`, the newest first. Nothing uses them again.
+
+        Raises OSError.
+        """
+        for snapshot in reversed(snapshots):
             target = self.path.parent / ABANDONED / f"{snapshot.path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             move_directory(snapshot.path, target)

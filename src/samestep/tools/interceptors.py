@@ -343,9 +343,12 @@ class Trace(Tracer):
         self._facts += [("losses", self._micro_batch, self._losses), ("draws", self._micro_batch, draws)]
 
     def reduced(self, step: Step) -> None:
-        for name, param in zip(self.loop.gradients.plan.names, self.loop.gradients.plan.params, strict=True):
-            if param.grad is not None:
-                self._facts.append(("gradient", name, hash_tensor(gather_whole(param.grad))[:16]))
+        plan = self.loop.gradients.plan
+        self._facts += (
+            ("gradient", name, hash_tensor(gather_whole(param.grad))[:16])
+            for name, param in zip(plan.names, plan.params, strict=True)
+            if param.grad is not None
+        )
 
     def end_body(self, step: Step) -> None:
         """Write the line of the step."""

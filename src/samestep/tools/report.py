@@ -253,8 +253,7 @@ def _find_marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             lost = describe_ranks(row["lost"])
             marks.append({"step": row["step"], "kind": "heal", "label": f"{prefix}{lost} lost at {row['step']}"})
     if len(runs) == 1:
-        for step in runs[0].snapshot_steps:
-            marks.append({"step": step, "kind": "snapshot", "label": f"snapshot {step}"})
+        marks += [{"step": step, "kind": "snapshot", "label": f"snapshot {step}"} for step in runs[0].snapshot_steps]
     return marks
 
 

@@ -106,7 +106,6 @@ class BeatExchange:
     The leader is the lowest rank that responds. `exchange` and `finish` can block as long as the store does not answer.
 
     Args:
-        entries: None with one rank, which leads.
         members: all ranks, in order.
         first: the first message, which is sent at once: a rank that gets stuck before its threads run is found, also in
             a later group.
@@ -117,7 +116,7 @@ class BeatExchange:
     """
 
     def __init__(
-        self, entries: SignedEntries | None, rank: int, members: Sequence[int], interval_s: float, first: Message
+        self, entries: SignedEntries, rank: int, members: Sequence[int], interval_s: float, first: Message
     ) -> None:
         self._sent = first
         self.order: EndOrder | None = None
@@ -140,9 +139,8 @@ class BeatExchange:
         with suppress(RuntimeError, OSError):  # the store has closed
             self._put(self._sent)
             ranks = self._others if self.leads(time.monotonic()) else self._lower
-            if self._entries is not None:
-                for message in self._entries.read([f"beat/{rank}" for rank in ranks], Message) or ():
-                    self.note(message)
+            for message in self._entries.read([f"beat/{rank}" for rank in ranks], Message) or ():
+                self.note(message)
             self.answered_s = time.monotonic()
 
     def finish(self) -> None:
@@ -178,8 +176,7 @@ class BeatExchange:
         return now_s - self._beats[rank][1] > self._silent_after_s
 
     def _put(self, message: Message) -> None:
-        if self._entries is not None:
-            self._entries.put(f"beat/{self._rank}", message)
+        self._entries.put(f"beat/{self._rank}", message)
 
 
 class Heartbeat:
@@ -190,7 +187,6 @@ class Heartbeat:
 
     Args:
         find_dir: returns the directory for ranks.json; None if it must not be written.
-        entries: None with one rank.
     """
 
     def __init__(
@@ -198,17 +194,16 @@ class Heartbeat:
         clock: PhaseClock,
         facts: RankFacts,
         find_dir: Callable[[], Path | None],
-        entries: SignedEntries | None,
+        entries: SignedEntries,
     ) -> None:
         self.limits = facts.limits
         self._facts = facts
-        self._interval_s = facts.limits.interval_s
         self._builder = BeatBuilder(clock, facts)
         self._find_dir = find_dir
         self._shown: Sequence[Beat] | None = None  # the states of all ranks, for the thread that writes them
         self._has_written = False
         self._exchange = BeatExchange(
-            entries, facts.rank, facts.members, self._interval_s, first=Message(self._builder.build())
+            entries, facts.rank, facts.members, self.limits.interval_s, first=Message(self._builder.build())
         )
         self._state: State = Moving()
         self._checked_s = self._awake_since_s = time.monotonic()
@@ -242,7 +237,7 @@ class Heartbeat:
 
     def _repeat(self, name: str, work: Callable[[], None], finish: Callable[[], None]) -> None:
         """Work once per interval, and call `finish` at the end."""
-        while not self._closed.wait(self._interval_s):
+        while not self._closed.wait(self.limits.interval_s):
             self._attempt(name, work)
         self._attempt(name, finish)
 
@@ -273,7 +268,7 @@ class Heartbeat:
     def _check(self) -> None:
         """Build this rank's beat, and decide what to say and do."""
         now_s = time.monotonic()
-        if now_s - self._checked_s > MISSED * self._interval_s:  # this process itself was stopped
+        if now_s - self._checked_s > MISSED * self.limits.interval_s:  # this process itself was stopped
             self._awake_since_s = now_s
         self._checked_s = now_s
         own = self._builder.build()

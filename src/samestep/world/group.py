@@ -273,13 +273,13 @@ class Group(Transport, Held):
             if self.heal(reason):
                 return result[0]
 
-    def open_lasting_entries(self) -> "SignedEntries | None":
-        """Open a connection for signed entries of the process group's store; None with one rank.
+    def open_lasting_entries(self) -> SignedEntries:
+        """Open a connection for signed entries of the process group's store. One rank has a store of its own.
 
         If ranks can continue after a death, the entries stay when they form a new group.
         """
         if self.world_size == 1:
-            return None
+            return SignedEntries(self._key, dist.HashStore())  # type: ignore[attr-defined]
         if self._membership is not None:
             return SignedEntries(self._key, connect_to_store())
         return SignedEntries(self._key, dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]  # noqa: SLF001
