@@ -21,6 +21,7 @@ from samestep.launch.link import (
     Joined,
     Lost,
     Message,
+    Nodes,
     Print,
     Report,
     Signal,
@@ -29,7 +30,7 @@ from samestep.launch.link import (
     Tick,
 )
 from samestep.launch.rank_reports import SOON_S, RankFailure
-from samestep.launch.supervisor import Policy, RankState, State, Supervisor
+from samestep.launch.supervisor import RankState, State, Supervisor
 from samestep.world.environment import Outcome
 from samestep.world.membership import GENERATION_S
 
@@ -53,10 +54,11 @@ def lost_another(rank: int, time_s: float = 0.0) -> Ended:
 class Launch:
     """A supervisor, and what it has told its nodes. Without ranks, no node has joined."""
 
-    def __init__(self, num_ranks: int = 3, num_nodes: int = 1, **policy: Any) -> None:
+    def __init__(self, num_ranks: int = 3, num_nodes: int = 1, **options: Any) -> None:
         self.now_s = 0.0
         self.told: list[tuple[int, Command]] = []
-        self.supervisor = Supervisor(Policy(num_nodes=num_nodes, **policy), 0.0)
+        nodes = Nodes(num_nodes, host="a", port=1, timeout_s=60.0)
+        self.supervisor = Supervisor(nodes, 0.0, **options)
         for node in range(num_nodes if num_ranks else 0):
             self.do(Joined(f"h{node}", num_ranks // num_nodes), node=node)
 
@@ -310,7 +312,7 @@ def test_a_failure_is_printed_by_its_node_and_named_by_the_others() -> None:
 
 
 def test_nodes_that_do_not_come() -> None:
-    launch = Launch(0, 3, join_s=60.0, endpoint="a:1")
+    launch = Launch(0, 3)
     launch.do(Joined("h0", 1)).do(Tick(), after_s=10.0)
     said = "of 3 nodes, --node-rank 1, 2 still missing at a:1; present: node 0 (h0); waiting for up to 50 s more"
     assert launch.said == said

@@ -336,8 +336,8 @@ PLANTED = (
     ),
     Planted(
         "healing: ranks that save after a signal do not continue", HEAL, "launch/supervisor.py",
-        "if self._policy.heals:\n            self._heal()",
-        "if self._policy.heals and self.state is not State.SAVING:\n            self._heal()",
+        "if self._heals:\n            self._heal()",
+        "if self._heals and self.state is not State.SAVING:\n            self._heal()",
         test="launch/test_supervisor.py",
     ),
     Planted(

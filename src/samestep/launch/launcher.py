@@ -51,7 +51,7 @@ from samestep.launch.link import (
 )
 from samestep.launch.rank_process import FORWARDED_SIGNALS
 from samestep.launch.rank_reports import RankFailure, Reports, build_failure, describe_death
-from samestep.launch.supervisor import Policy, Supervisor
+from samestep.launch.supervisor import Supervisor
 from samestep.launch.target import Target, check_target
 from samestep.processes import kill_group, wait_until
 from samestep.world.environment import (
@@ -429,10 +429,7 @@ class Supervision:
         self._address = nodes.host if link is None else find_own_address(nodes.host)
         self._store: Any = None
         self._entries: Any = None  # of this store
-        self._supervisor = Supervisor(
-            Policy(nodes.num_nodes, launch.max_restarts, launch.heals, nodes.timeout_s, nodes.endpoint),
-            time.monotonic(),
-        )
+        self._supervisor = Supervisor(nodes, time.monotonic(), max_restarts=launch.max_restarts, heals=launch.heals)
         self._handle(0, agent.describe())
 
     def run(self) -> Finish:

@@ -21,6 +21,7 @@ from samestep.launch.link import (
     Joined,
     Lost,
     Message,
+    Nodes,
     Print,
     Report,
     Signal,
@@ -88,23 +89,6 @@ class Node:
     num_signals: int = 0
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What the options of `samestep launch` say.
-
-    Attributes:
-        heals: whether the other ranks continue if one dies.
-        join_s: limit for all nodes to join.
-        endpoint: where they meet.
-    """
-
-    num_nodes: int = 1
-    max_restarts: int = 0
-    heals: bool = False
-    join_s: float = 300.0
-    endpoint: str = ""
-
-
 @dataclass
 class Generation:
     """The ranks that continue after a death.
@@ -125,16 +109,22 @@ class Generation:
 class Supervisor:
     """The supervisor of a launch.
 
+    Args:
+        nodes: how many there are, and where and for how long they meet.
+        heals: whether the other ranks continue if one dies.
+
     Attributes:
         generation: with `--heal`, the ranks that continue.
     """
 
-    def __init__(self, policy: Policy, now_s: float) -> None:
+    def __init__(self, nodes: Nodes, now_s: float, *, max_restarts: int = 0, heals: bool = False) -> None:
         self.state = State.JOINING
         self.generation = Generation()
-        self._policy = policy
+        self._meeting = nodes
+        self._max_restarts = max_restarts
+        self._heals = heals
         self._now_s = now_s
-        self._due_s = now_s + policy.join_s  # of the current state
+        self._due_s = now_s + nodes.timeout_s  # of the current state
         self._say_s = now_s + SAY_S
         self._nodes: dict[int, Node] = {}
         self._ranks: list[RankRecord] = []
@@ -157,7 +147,7 @@ class Supervisor:
             return []
         match event:
             case Joined():
-                is_alone = self._policy.num_nodes == 1
+                is_alone = self._meeting.num_nodes == 1
                 self._nodes[node] = Node(event, event.host if is_alone else f"node {node} ({event.host})")
             case Ended():
                 self._note_end(event)
@@ -243,11 +233,11 @@ class Supervisor:
             self._advance()
 
     def _wait_for_nodes(self, *, is_due: bool) -> None:
-        policy = self._policy
-        if len(self._nodes) == policy.num_nodes:
+        meeting = self._meeting
+        if len(self._nodes) == meeting.num_nodes:
             self._start(None)
         elif is_due:
-            missing = self._describe_missing(f"did not join at {policy.endpoint} within {policy.join_s:.0f} s")
+            missing = self._describe_missing(f"did not join at {meeting.endpoint} within {meeting.timeout_s:.0f} s")
             self._finish(
                 Outcome.REFUSED,
                 message=f"{missing}: start the launcher there too, with the same {SECRET}, or allow more time with "
@@ -256,11 +246,11 @@ class Supervisor:
             )
         elif self._now_s >= self._say_s:
             self._say_s = math.inf  # once
-            missing = self._describe_missing(f"still missing at {policy.endpoint}")
+            missing = self._describe_missing(f"still missing at {meeting.endpoint}")
             self._tell(0, Print(f"{missing}; waiting for up to {self._due_s - self._now_s:.0f} s more"))
 
     def _describe_missing(self, what: str) -> str:
-        num_nodes = self._policy.num_nodes
+        num_nodes = self._meeting.num_nodes
         missing = ", ".join(str(node) for node in range(num_nodes) if node not in self._nodes)
         present = ", ".join(node.name for node in self._nodes.values())
         return f"of {num_nodes} nodes, --node-rank {missing} {what}; present: {present}"
@@ -289,12 +279,12 @@ class Supervisor:
                     self.world_size,
                     addresses=[node.joined.address for node in self._nodes.values()],
                     sentence=f"ranks {', '.join(shares)}",
-                    heals=self._policy.heals,
+                    heals=self._heals,
                 ),
             )
 
     def _watch_ranks(self) -> None:
-        if self._policy.heals:
+        if self._heals:
             self._heal()
         if self._failed():
             self._refuse()
@@ -342,7 +332,7 @@ class Supervisor:
 
     def _refuse(self) -> None:
         """End the waiting of ranks that have lost another one."""
-        if self._policy.heals:
+        if self._heals:
             self._name([])
 
     def _name(self, members: list[int]) -> None:
@@ -370,19 +360,18 @@ class Supervisor:
 
     def _conclude(self) -> None:
         """All ranks have ended: start them again, or end the launch."""
-        policy = self._policy
         cause = self._find_cause()
         # An Error is a mistake of the user, and would occur again.
         could_restart = cause is not None and not self._signals and self._can_restart and cause.kind != "error"
-        restarts = could_restart and self._num_restarts < policy.max_restarts
-        why = self._explain_no_healing() if policy.heals and not self._is_insistent else ""
+        restarts = could_restart and self._num_restarts < self._max_restarts
+        why = self._explain_no_healing() if self._heals and not self._is_insistent else ""
         if why:
-            how = "--max-restarts N starts again" if could_restart and not policy.max_restarts else ""
+            how = "--max-restarts N starts again" if could_restart and not self._max_restarts else ""
             advice = "" if restarts else f": {how or 'the same command resumes'} from the newest snapshot"
             self._tell(0, Print(f"the other ranks do not continue, because {why}{advice}"))
         if restarts and cause is not None:
             self._num_restarts += 1
-            self._report(cause, f"; restart {self._num_restarts} of {policy.max_restarts}")
+            self._report(cause, f"; restart {self._num_restarts} of {self._max_restarts}")
             self._start(Restart(cause.reason, cause.rank))
         else:
             self._end(cause)
@@ -470,7 +459,7 @@ class Supervisor:
     def _locate(self, rank: int) -> str:
         """Return a clause that names the node of a rank; "" on one machine, or if that node is lost."""
         node = self._nodes[self._ranks[rank].node]
-        return "" if node.is_lost or self._policy.num_nodes == 1 else f", on {node.name}"
+        return "" if node.is_lost or self._meeting.num_nodes == 1 else f", on {node.name}"
 
     def _tell(self, node: int, command: Command) -> None:
         if not self._nodes[node].is_lost:
