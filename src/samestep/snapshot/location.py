@@ -116,26 +116,25 @@ class Location:
     def _join_mirror(self, wanted: str) -> tuple[str, Path]:
         """Join the run at a URL, on rank 0. Return its URL and the directory of its working copy there."""
 
-        def join() -> tuple[str, str]:
+        def join() -> tuple[str, Path]:
             url = wanted.rstrip("/")
             if self._config.fresh:
                 url = next(each for each in _list_names(url) if Mirror(each).is_empty())
             self._mirror = Mirror(url, self._say)
             path = self._mirror.join(self._config.local_dir)
             self._say(f"the working copy of {url} is {path}")
-            return url, str(path)
+            return url, path
 
-        url, path = self.group.once(join)
-        return url, Path(path)
+        return self.group.once(join)
 
     def _find_unused(self, wanted: Path) -> Path:
         """Return the first of x, x-2, x-3 ... that has no files on any node."""
         named = wanted if wanted.name else wanted.absolute()  # "." has no name
-
-        def is_used(path: Path) -> bool:
-            return any(self.group.each(partial(_holds_files, path), on=self._writers))
-
-        return next(each for each in map(Path, _list_names(str(named))) if not is_used(each))
+        return next(
+            each
+            for each in map(Path, _list_names(str(named)))
+            if not any(self.group.each(partial(_holds_files, each), on=self._writers))
+        )
 
     def _open_directory(self, named: Path) -> None:
         self.directory = RunDirectory(named, warn=self.warn)
