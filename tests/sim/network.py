@@ -206,7 +206,8 @@ class Distributed(ModuleType):
         self.distributed_c10d = self
         self.group = SimpleNamespace(WORLD=None)
         self._world = SimpleNamespace()  # samestep resets its `group_count`
-        for name in ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError", "default_pg_timeout"):
+        errors = ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError")
+        for name in (*errors, "HashStore", "default_pg_timeout"):
             setattr(self, name, getattr(real, name))
 
     def begin(self, process: Process, network: Network) -> None:
@@ -233,9 +234,6 @@ class Distributed(ModuleType):
     ) -> StoreHandle:
         store = self._network.open_store(self._process) if is_master else self._network.find_store(port)
         return StoreHandle(self._process, store)
-
-    def is_available(self) -> bool:
-        return True
 
     def is_initialized(self) -> bool:
         return self._own is not None
