@@ -110,9 +110,8 @@ def render_script(target: Target, values: Values) -> str:
     sizes = {**read_overrides(), **values}
     if "batch_size" in sizes and "micro_batch_size" in sizes:
         check_numbers(sizes["batch_size"], sizes["micro_batch_size"], num_nodes * num_local, format_flags)
-    default_names = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
     directives = {
-        "job-name": values.get("job_name") or default_names.get(target.kind, Path(target.name).stem),
+        "job-name": values.get("job_name") or (Path(target.name).stem if target.kind == "script" else target.said),
         "nodes": num_nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": num_cpus,
