@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import io
+import json
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 from reference import INTERNAL, build_options, build_reference
+from support import commands
 from support.commands import run_line
 from support.runs import refuse
 
@@ -304,3 +306,16 @@ def test_launch_accepts_the_command_of_the_manifest(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     replaced = {values["--rdzv-endpoint"]: "127.0.0.1:29400", values["--node-rank"]: "0"}  # what only the cluster knows
     assert "there is no script train.py" in refuse(*(replaced.get(word, word) for word in words))
+
+
+@pytest.mark.soak
+def test_samestep_loses_no_sample_in_the_comparison() -> None:
+    """With one kill; the other trainers are not installed here."""
+    command = [sys.executable, ROOT / "benchmarks" / "peers" / "compare.py", "--quick", "--forked", "--json"]
+    env = os.environ | {"PEERS_STEP_S": "0"}
+    done = commands.run(command, env=env, check=True, capture_output=True, text=True)
+    (row,) = json.loads(done.stdout)
+    assert row["same bits on 1 process"]
+    assert row["same bits after the kills"]
+    assert (row["steps in the final weights"], row["samples skipped"], row["samples repeated"]) == (100, 0, 0)
+    assert row["steps lost"] == 7  # the first snapshot comes later

@@ -16,7 +16,7 @@ import cloudpickle
 import pytest
 from promises.wrong import Unreadable
 from support.commands import run_line
-from support.runs import clean_variables
+from support.runs import clean_variables, run_command
 from support.selection import one_in
 from support.source import parse_source
 from support.tiny import Tiny
@@ -202,3 +202,26 @@ def test_each_warning_names_how_to_hide_it() -> None:
     rows = re.findall(r"^\| `(.*?)` \|", page.partition("## Errors")[0], re.MULTILINE)
     assert sorted(starts) == sorted(rows)
     assert not any(set(",:") & {*row} for row in rows)
+
+
+# --- before a run exists ----------------------------------------------------------------------------------------------
+
+
+WITHOUT = "import sys\nsys.modules['transformers'] = None\nimport samestep.adapters.transformers\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["train.py"], "pip install 'samestep[transformers]'"),
+        (["-m", "samestep.recipes.gpt", "--data", "missing"], "the token file missing cannot be read"),
+    ],
+    ids=["adapter", "recipe"],
+)
+def test_a_sentence_and_no_traceback(command: list[str], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WITHOUT)
+    done = run_command(sys.executable, *command, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("samestep: error: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1

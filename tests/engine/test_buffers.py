@@ -52,10 +52,6 @@ def build_buffers(model: nn.Module) -> Buffers:
     return Buffers({"model": model}, open_group(read_environment(), torch.device("cpu")))
 
 
-def draw(v: int) -> Tensor:
-    return torch.full((3,), 1.0 + v)
-
-
 def test_values_after_a_step() -> None:
     model = Counter()
     buffers = build_buffers(model)
@@ -64,7 +60,7 @@ def test_values_after_a_step() -> None:
 
         def forward(v: int, start: float = start) -> None:
             assert model.total.item() == start, "each micro-batch starts where the step began"
-            model(draw(v), v)
+            model(torch.full((3,), 1.0 + v), v)
 
         run_pass(buffers, 4, forward)
         assert model.total.item() == start + 3 * (1 + 2 + 3 + 4) / 4
