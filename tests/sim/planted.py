@@ -143,7 +143,7 @@ PLANTED = (
     ),
     Planted(
         "the ranks stop only if the first one has got a signal", RESUME, "train/stopping.py",
-        "self.signal = max(signals)", "self.signal = signals[0]", focus="stop",
+        "Decision(max(signals),", "Decision(signals[0],", focus="stop",
     ),
     # --- evaluations
     Planted(

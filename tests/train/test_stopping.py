@@ -6,14 +6,13 @@ import signal
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 import samestep
 from samestep.engine.control import Saving, Vote
 from samestep.errors import UsageError
-from samestep.train.stopping import STOP_SIGNALS, Stopping, StopSignals
+from samestep.train.stopping import STOP_SIGNALS, StopSignals, decide
 from samestep.world.environment import read_environment
 
 SIGNALS = (0, signal.SIGTERM, signal.SIGUSR1)
@@ -22,21 +21,19 @@ VOTES = [Vote(stop, snapshot, saving) for stop, snapshot, saving in product(SIGN
 
 def test_all_votes_of_three_ranks() -> None:
     """What one rank asks for, all do. What one must not do alone, none does. Two signals are decided alike by all."""
-    snapshotter = Mock()
-    stopping = Stopping(Mock(is_in_loop=True), snapshotter, Mock(now=("script", 0, 0.0)), Mock())
     for votes in product(VOTES, repeat=3):
-        snapshotter.reset_mock()
         num_copying = sum(vote.saving == Saving.COPYING for vote in votes)
         if num_copying in (1, 2):
             with pytest.raises(UsageError) as caught:
-                stopping.take_votes(votes)
+                decide(votes)
             named = [rank for rank in range(3) if f"rank {rank} " in str(caught.value)]
             assert {votes[rank].saving == Saving.COPYING for rank in named} == {True, False}
             continue
-        stopping.take_votes(votes)
-        assert stopping.signal == max(vote.stop for vote in votes)
-        assert snapshotter.want.called == any(vote.snapshot for vote in votes)
-        assert snapshotter.join_parts.called == all(vote.saving == Saving.WRITTEN for vote in votes)
+        decision = decide(votes)
+        assert decision.signal == max(vote.stop for vote in votes)
+        assert decision.saves == any(vote.snapshot for vote in votes)
+        assert decision.is_copying == (num_copying == 3)
+        assert decision.is_written == all(vote.saving == Saving.WRITTEN for vote in votes)
 
 
 @pytest.fixture

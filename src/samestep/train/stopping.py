@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 from samestep.console import print_error
@@ -122,6 +122,39 @@ class StopSignals:
                 signal.signal(number, _before[number] if handler is None else handler)
 
 
+class Decision(NamedTuple):
+    """What all ranks do when the body ends.
+
+    Attributes:
+        signal: the signal that stops the run; 0 for none.
+        saves: whether a snapshot is due by a clock.
+        is_copying: whether the ranks copy their state for a snapshot.
+        is_written: whether all ranks have written what they store of a snapshot.
+    """
+
+    signal: int
+    saves: bool
+    is_copying: bool
+    is_written: bool
+
+
+def decide(votes: Sequence[Vote]) -> Decision:
+    """Decide by the votes of all ranks, equally on all of them.
+
+    Raises:
+        UsageError: only some ranks have a snapshot in progress.
+    """
+    signals, are_due, saving, *_ = zip(*votes, strict=True)
+    copying = [each == Saving.COPYING for each in saving]
+    if any(copying) and not all(copying):
+        raise UsageError(
+            f"rank {copying.index(True)} takes a snapshot, and rank {copying.index(False)} does not: call run.snapshot "
+            "on every rank; one of them writes it",
+            code="SS501",
+        )
+    return Decision(max(signals), True in are_due, all(copying), {*saving} == {Saving.WRITTEN})
+
+
 class Stopping(StepObserver):
     """Decides, equally on all ranks, which step of a loop is the last one, and waits for the copies of snapshots.
 
@@ -171,28 +204,20 @@ class Stopping(StepObserver):
         Raises:
             UsageError: only some ranks have a snapshot in progress.
         """
-        signals, are_due, saving, *_ = zip(*votes, strict=True)
-        copying = [each == Saving.COPYING for each in saving]
-        is_copying = all(copying)
-        if any(copying) and not is_copying:
-            raise UsageError(
-                f"rank {copying.index(True)} takes a snapshot, and rank {copying.index(False)} does not: call "
-                "run.snapshot on every rank; one of them writes it",
-                code="SS501",
-            )
+        decision = decide(votes)
         before = self._watchdog.now[0]
-        if is_copying:
+        if decision.is_copying:
             self._watchdog.enter("saving", self._state.steps_done)
         self._snapshotter.join_copy()
-        if is_copying:
+        if decision.is_copying:
             self._watchdog.enter(before, self._state.steps_done)
-        if {*saving} == {Saving.WRITTEN}:
+        if decision.is_written:
             self._snapshotter.join_parts()
         if not self._state.is_in_loop:
             return
-        if True in are_due:
+        if decision.saves:
             self._snapshotter.want()
-        self.signal = max(signals)
+        self.signal = decision.signal
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
         if any(map(any, reduced.votes)):  # else no rank asks for anything
