@@ -32,8 +32,7 @@ sgd_momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 def build_pairs(num_samples: int = NUM_SAMPLES, seed: int = 0) -> TensorDataset:
     """Features (num_samples, 6) and one of four classes."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_samples, 6, generator=generator)
+    x = torch.randn(num_samples, 6, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0.3).long())
 
 

@@ -217,8 +217,7 @@ ADVICE = ": --max-restarts N starts again from the newest snapshot"
 )
 def test_what_it_does_not_support(trial: Trial, undisturbed: Undisturbed, flags: Sequence[str], reason: str) -> None:
     """The run prints so at its beginning. After a death all ranks start again."""
-    fault = "kill rank 1 at step 7 in forward"
-    started = trial.run("launch", 2, fault, "--heal", *flags, "--max-restarts", "1")
+    started = trial.run("launch", 2, "kill rank 1 at step 7 in forward", "--heal", *flags, "--max-restarts", "1")
     assert f"samestep: {reason}" in started.output
     assert "samestep: the other ranks do not continue, because " in started.output
     assert len(read_restarts(trial.dir)) == 1

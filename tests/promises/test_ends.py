@@ -130,8 +130,7 @@ def test_run_stop(
     every: str,
 ) -> None:  # fmt: skip
     """The loop ends, and the code after it runs. The same command does not continue training, except with that step."""
-    fault = f"stop all ranks at step {step} in {moment}"
-    assert trial.spawn(2, fault, snapshot_every=every) == trial.dir
+    assert trial.spawn(2, f"stop all ranks at step {step} in {moment}", snapshot_every=every) == trial.dir
     printed = capfd.readouterr().out
     assert f"stopped at step {stops_at}: by a fault" in printed
     assert trial.num_ends == 1

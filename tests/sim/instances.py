@@ -108,9 +108,8 @@ class Instance:
 
     def _restore_variables(self) -> None:
         for name, values in self._initial.items():
-            variables = self._modules[name].__dict__
             for key, (value, content) in values.items():
-                variables[key] = _restore(value, content)
+                setattr(self._modules[name], key, _restore(value, content))
 
     def load(self, name: str) -> Any:
         """Import a module of samestep."""

@@ -278,8 +278,7 @@ class Distributed(ModuleType):
         self._process.point(f"isend {peer} {tag}")
         own = self._endpoint
         late_s = choose.expovariate(100.0) if choose.random() < network.slow else 0.0
-        is_eager = choose.random() < 0.5
-        send = Send(own, peer, tag, tensor, scheduler.now_s + late_s, is_eager=is_eager)
+        send = Send(own, peer, tag, tensor, scheduler.now_s + late_s, is_eager=choose.random() < 0.5)
         if late_s:  # so that the clock reaches that time
             process = self._process
             process.start(lambda: process.wait(bool, late_s, "late"), "late", daemon=True)

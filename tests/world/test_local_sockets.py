@@ -74,8 +74,7 @@ def test_an_unknown_process_is_refused() -> None:
 
 def test_this_machine_is_known() -> None:
     """Without its identity, ranks on one machine would not use local sockets, and would notice no rank that stops."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert read_host_id("net").startswith(f"{boot}-")
+    assert read_host_id("net").startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "-")
 
 
 def test_a_machine_that_cannot_be_identified(monkeypatch: pytest.MonkeyPatch) -> None:
