@@ -1,9 +1,19 @@
-"""The group of ranks exchanges objects, whole tensors and errors."""
+"""The group of ranks exchanges objects, whole tensors and errors: by messages, where a thread waits for large ones, and
+by sockets between the ranks of one host.
+"""
 
+import errno
 import os
 import pickle
-from collections.abc import Callable, Iterable
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +26,12 @@ from samestep.errors import Error, NotHealed, PeerFailed
 from samestep.launch.launcher import open_store
 from samestep.snapshot.mirror import Unreachable
 from samestep.torch_internals import list_gloo_sockets
-from samestep.world import process_group, transport
+from samestep.world import host, process_group, transport
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, find_ranks, may_be_death, open_group
-from samestep.world.process_group import choose_device
+from samestep.world.host import read_host_id
+from samestep.world.local_sockets import LocalSockets, connect
+from samestep.world.process_group import Waiter, choose_device, wait_for_messages
 from samestep.world.signed import seal, unseal
 
 CPU = torch.device("cpu")
@@ -255,3 +267,178 @@ def test_a_forked_child_keeps_no_connection_open() -> None:
         return num_kept == 0 and list_inodes([*list_gloo_sockets(), *local]) == before and group.gather(0) == [0, 0]
 
     assert on_ranks(2, fn) == [True, True]
+
+
+# --- the thread that waits for large messages -------------------------------------------------------------------------
+
+
+class Message:
+    """A message that is complete when `is_there` is set."""
+
+    def __init__(self, error: str = "") -> None:
+        self.is_waited_for = threading.Event()
+        self.is_there = threading.Event()
+        self._error = error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.is_waited_for.set()
+        self.is_there.wait()
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+@pytest.fixture
+def waiter() -> Iterator[Waiter]:
+    others = {*threading.enumerate()}
+    waiter = Waiter()
+    (thread,) = {*threading.enumerate()} - others
+    yield waiter
+    waiter.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda group, message: group.wait_for([message]),
+        lambda group, message: group._broadcast_tensor(torch.zeros(transport.LARGE_BYTES), source=1),
+    ],
+    ids=["an exchange", "a large broadcast"],
+)
+def test_a_wait_is_given_up(monkeypatch: pytest.MonkeyPatch, waiter: Waiter, wait: Callable[..., None]) -> None:
+    """Gloo would wait on for the rest of a message of which a rank that has died has sent a part."""
+    message, group = Message(), Group(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(transport, "_begin", lambda *_: message)
+    group.waiter = waiter
+
+    def give_up() -> None:
+        message.is_waited_for.wait()
+        group._break_connections()
+
+    thread = threading.Thread(target=give_up, daemon=True)
+    thread.start()
+    with pytest.raises(PeerFailed, match="another rank has died"):
+        wait(group, message)
+    thread.join()
+    message.is_there.set()
+
+
+def wait_longer_than_the_group_permits() -> float:
+    """Return what rank 1 has sent."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=0.5))
+    number = torch.zeros(1)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+        wait_for_messages([dist.isend(number + 3, 0)])
+    else:
+        wait_for_messages([dist.irecv(number, 1)])
+    return number.item()
+
+
+def test_a_message_may_take_longer_than_it_took_to_open_the_group() -> None:
+    """After a death, the survivors open a group with a short limit. Gloo applies it to each later message."""
+    assert samestep.spawn(wait_longer_than_the_group_permits, 2) == 3
+
+
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+def test_no_message_is_kept(waiter: Waiter, error: str) -> None:
+    """It would keep the connections open, and its memory."""
+    message = Message(error)
+    message.is_there.set()
+    with pytest.raises(RuntimeError, match=error) if error else nullcontext():
+        waiter.wait([message])
+    is_there = weakref.ref(message)
+    del message
+    assert is_there() is None
+
+
+# --- the sockets between the ranks of one host ------------------------------------------------------------------------
+
+
+def build_mesh(num_ranks: int) -> list[LocalSockets]:
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
+    for high in range(num_ranks):
+        for low in range(high):
+            sockets[high][low], sockets[low][high] = socket.socketpair()
+    return [LocalSockets(rank, sockets[rank]) for rank in range(num_ranks)]
+
+
+def test_a_rank_that_has_ended_is_named() -> None:
+    first, second = build_mesh(2)
+    second.close()
+    with pytest.raises(PeerFailed, match="rank 1 has closed its connection"):
+        first.exchange([memoryview(bytearray(8))] * 2)
+    first.close()
+
+
+class Alone:
+    """Rank 0 of two ranks. `place`: of the other one, which does not connect."""
+
+    rank, local_rank, world_size = 0, 0, 2
+
+    def __init__(self, place: Any = None, meet: Callable[[bytes], None] = lambda name: None) -> None:
+        self._place = place
+        self._meet = meet
+
+    def gather(self, value: Any) -> list[Any]:
+        place, name, _ = value
+        self._meet(name)
+        return [value, (self._place or place, b"", -1)]
+
+
+def test_ranks_of_two_hosts_are_no_neighbors() -> None:
+    assert connect(Alone(("another boot", "1"))) is None
+
+
+def test_an_unknown_process_is_refused() -> None:
+    """Every process of the machine can read the name in /proc/net/unix. A rank that dies is not waited for."""
+    knocking: list[int] = []
+
+    def knock(name: bytes) -> None:
+        if (pid := os.fork()) == 0:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(name)
+                os._exit(len(connection.recv(1)))  # nothing, when it is closed
+        knocking.append(pid)
+
+    def check() -> None:
+        pid, status = os.waitpid(knocking[0], os.WNOHANG)
+        if pid:
+            raise PeerFailed(f"a further rank has died, and the other process got {status} bytes")
+
+    with pytest.raises(PeerFailed, match="a further rank has died, and the other process got 0 bytes"):
+        connect(Alone(meet=knock), check)
+
+
+def test_this_machine_is_known() -> None:
+    """Without its identity, ranks on one machine would not use local sockets, and would notice no rank that stops."""
+    assert read_host_id("net").startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "-")
+
+
+def test_a_machine_that_cannot_be_identified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that hides /proc/sys."""
+
+    def forbid(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(host, "read_text", forbid)
+    assert read_host_id("net") is None
+
+
+def exchange(num_ranks: int, num_bytes: int, mesh: Sequence[LocalSockets], rank: int) -> None:
+    for turn in range(3):
+        rows = [bytearray(num_bytes) for _ in range(num_ranks)]
+        rows[rank][:] = bytes([rank + turn]) * num_bytes
+        mesh[rank].exchange([memoryview(row) for row in rows])
+        assert rows == [bytes([peer + turn]) * num_bytes for peer in range(num_ranks)]
+
+
+# The last is more than a socket's buffer holds.
+@pytest.mark.parametrize(("num_ranks", "num_bytes"), [(3, 1), (2, 1000), (5, 3_000_001)])
+def test_every_rank_gets_every_row(num_ranks: int, num_bytes: int) -> None:
+    mesh = build_mesh(num_ranks)
+    with ThreadPoolExecutor(num_ranks) as threads:
+        list(threads.map(partial(exchange, num_ranks, num_bytes, mesh), range(num_ranks)))
+    for local_sockets in mesh:
+        local_sockets.close()
