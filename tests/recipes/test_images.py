@@ -108,14 +108,13 @@ def test_digits_are_written_once(tmp_path: Path) -> None:
     assert folder.stat().st_mtime_ns == before
 
 
-def make_other_classes(folder: Path) -> None:
-    (write_photos(folder, 1, 1) / "val" / "dark").rename(folder / "val" / "grey")
-
-
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: None, r"train has images \(.*\) in 0 folders: it needs"),
     "one class": (lambda folder: shutil.rmtree(write_photos(folder) / "train/dark"), "in 1 folder: it needs"),
-    "other classes": (make_other_classes, r"have images of different classes \(dark, grey\): make them the same"),
+    "other classes": (
+        lambda folder: (write_photos(folder, 1, 1) / "val" / "dark").rename(folder / "val" / "grey"),
+        r"have images of different classes \(dark, grey\): make them the same",
+    ),
 }
 
 

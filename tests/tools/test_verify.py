@@ -76,15 +76,21 @@ def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("command", "script", "words"),
     [
-        ("print('hello')", "planted.py ended without a step of samestep.Run (on 1 rank): verify needs a script that"),
-        ("raise ValueError('no data here')", "ends with exit code 1 on 1 rank, before anything can be compared"),
+        (["verify"], "print('hello')",
+         "planted.py ended without a step of samestep.Run (on 1 rank): verify needs a script that"),
+        (["verify"], "raise ValueError('no data here')",
+         "ends with exit code 1 on 1 rank, before anything can be compared"),
+        (["verify", "--plain"], "raise SystemExit(1)",
+         "planted.py ends with exit code 1 on 1 rank after 0 steps of a torch optimizer"),
+        (["scale", "--world-sizes", "1,2"], "print('hello')",
+         "error: planted.py on 1 rank cannot be measured, it ends with exit code 0: hello"),
     ],
-)
-def test_a_script_that_does_not_train(tmp_path: Path, script: str, words: str) -> None:
+)  # fmt: skip
+def test_a_script_that_does_not_train(tmp_path: Path, command: list[str], script: str, words: str) -> None:
     (tmp_path / "planted.py").write_text(script)
-    done = check(samestep_command("verify", "planted.py", cwd=tmp_path), 2)
+    done = check(samestep_command(*command, "planted.py", cwd=tmp_path), 2)
     assert words in done.stderr
     assert ("ValueError: no data here" in done.stderr) == ("ValueError" in script), done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["planted.py"]
@@ -445,13 +451,6 @@ def test_other_trainers(tmp_path: Path, trainer: str, script: str) -> None:
     found = {name: verdict for name, verdict, _ in VERDICT.findall(done.stdout)}
     assert "MISTAKE" not in found.values(), done.stdout
     assert {"samples", "order", "gradient", "replicas"} <= {name for name, v in found.items() if v == "ok"}, done.stdout
-
-
-def test_a_script_that_fails(tmp_path: Path) -> None:
-    (tmp_path / "planted.py").write_text("raise SystemExit(1)")
-    done = check(samestep_command("verify", "--plain", "planted.py", cwd=tmp_path), 2)
-    assert "planted.py ends with exit code 1 on 1 rank after 0 steps of a torch optimizer" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["planted.py"]
 
 
 def test_the_working_directory_stays_as_it_is(tmp_path: Path) -> None:

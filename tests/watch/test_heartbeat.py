@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 from support.runs import check, samestep_command
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 import samestep
 from samestep.decoding import convert, decode
@@ -26,8 +26,6 @@ from samestep.watch.beats import EXCHANGES, Beat, PhaseClock, read_process_state
 from samestep.watch.diagnosis import RankFacts, build_limits
 from samestep.watch.heartbeat import BeatExchange, Heartbeat, Message
 from samestep.watch.records import has_ended
-
-DEADLINE_S = 60.0
 
 
 class Box:
