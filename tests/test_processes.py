@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 from samestep import processes
 from samestep.processes import at_rest, at_work, run_captured, running
@@ -20,23 +21,15 @@ from samestep.processes import at_rest, at_work, run_captured, running
 STUBBORN = ["sh", "-c", "trap '' TERM; sleep 1000 & echo $!; wait; sleep 1000"]
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process exists that is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_the_end_of_the_block_kills_the_program_and_its_children(tmp_path: Path) -> None:
     output = tmp_path / "output"
     with running(STUBBORN, dict(os.environ), output) as process:
         wait_until(lambda: output.read_text().endswith("\n"), "it prints the pid")
-        child = int(output.read_text())
+        child = psutil.Process(int(output.read_text()))
         assert process.poll() is None
-        assert is_running(child)
+        assert child.is_running()
     assert process.wait() == -signal.SIGKILL
-    wait_until(lambda: not is_running(child), "the child process ends")
+    assert not psutil.wait_procs([child], DEADLINE_S)[1], "the child process ends"
 
 
 def test_captured_output() -> None:
