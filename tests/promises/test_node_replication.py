@@ -247,7 +247,8 @@ def test_the_state_is_sharded(cluster: Cluster, undisturbed: Undisturbed, shard:
     shutil.rmtree(cluster.run_dir(0))
     cluster.spawn([2, 1], 1, snapshot_every=3, env={"SAMESTEP_SHARD": then})
     assert_ended_as(cluster, [1, 2], undisturbed())
-    assert read_restarts(cluster.run_dir(1)) == read_restarts(cluster.run_dir(2))
+    first, second = ([row | {"time": ""} for row in read_restarts(cluster.run_dir(node))] for node in (1, 2))
+    assert first == second
 
 
 def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed) -> None:
