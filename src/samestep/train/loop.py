@@ -333,7 +333,7 @@ class Loop:
             self._unsaved_error = Error(reason, rank=problems.index(failure), code="SS417")
         services.watchdog.enter("script", steps_done)
         rows, measured = services.metrics.sum_up(services.watchdog.spent_s())
-        end: dict[str, Any] | None = None if failure else {"steps": steps_done, "measured": measured}
+        end = None if failure else {"steps": steps_done, "measured": measured}
         if context.group.can_heal:  # If rank 0 dies before this, another one writes it, or all start again.
             context.group.once(context.location.write_status, status, reason, end)
         else:  # each node that keeps a copy of the run writes it
