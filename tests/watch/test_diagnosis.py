@@ -341,6 +341,16 @@ def test_a_rank_that_no_longer_responds_is_named_again() -> None:
     assert second.startswith("nothing was heard of rank 1 (host h0)")
 
 
+def test_a_suspended_leader_does_not_say_that_the_run_continues() -> None:
+    state: State = Moving()
+    said: list[str] = []
+    for now_s in range(10, 40):
+        view = View(now_s, now_s % 20, 0.0, OWN, [wait(0, now_s), hear(1, "loading", now_s)])
+        state, actions = decide(state, view, build_facts())
+        said += [action.text for action in actions if isinstance(action, Say)]
+    assert len(said) == 1
+
+
 def test_a_rank_that_is_cut_off_ends() -> None:
     state: State = Moving()
     done: list[tuple[int, type[Action]]] = []

@@ -324,7 +324,11 @@ def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Acti
         return _report_cut_off(state, view, facts)
     stall = None if view.ranks is None else diagnose(view.ranks, facts.limits, view.awake_s)
     if view.ranks is None or stall is None:
-        return Moving(), [Say("the run continues")] if isinstance(state, (Stalled, CutOff)) else []
+        if isinstance(state, Moving):
+            return state, []
+        if view.ranks is not None and diagnose(view.ranks, facts.limits) is not None:
+            return state, []  # only this process was suspended meanwhile
+        return Moving(), [Say("the run continues")]
     actions: list[Action] = []
     said = state.stall if isinstance(state, Stalled) else None
     # A rank whose host goes down is named by what it did last, until its beats are overdue.
