@@ -7,12 +7,14 @@ Where a comment begins with "Without", it describes what works instead.
 import os
 import socket
 import stat
+import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from operator import attrgetter
@@ -208,9 +210,20 @@ def abandon_workers(iterator: Any) -> None:
     _drop_pids(iterator)
     for queue in iterator._index_queues:
         queue.cancel_join_thread()
-        queue.close()
     if hasattr(iterator, "_pin_memory_thread"):
         iterator._pin_memory_thread_done_event.set()
+
+
+def end_feeders(iterator: Any) -> None:
+    """Wait until the threads have ended that send to workers, which were killed. What they had to send is dropped."""
+    for queue in iterator._index_queues:
+        pipe = os.dup(queue._reader.fileno())
+        queue.close()
+        thread = queue._thread
+        while thread not in (None, threading.current_thread()) and thread.is_alive():
+            if wait([pipe], 0.001):  # a thread that sends more than a pipe holds would wait for ever
+                os.read(pipe, 1 << 16)
+        os.close(pipe)
 
 
 def _drop_pids(iterator: Any) -> None:

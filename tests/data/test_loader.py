@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import psutil
@@ -52,6 +52,12 @@ class Noisy:
 
     def __getitem__(self, index: int) -> tuple[Tensor, float, float]:
         return index + torch.rand(3), index + random.random(), index + np.random.rand()
+
+
+class Stuck(Noisy):
+    def __getitem__(self, index: int) -> NoReturn:
+        while True:
+            signal.pause()
 
 
 class Many:
@@ -300,9 +306,16 @@ def test_close_leaves_no_process_and_no_thread() -> None:
         del loader
         gc.collect()
         assert not any(psutil.pid_exists(worker.pid) for worker in workers if worker.pid), ending
-        for thread in set(threading.enumerate()) - threads:
-            thread.join(DEADLINE_S)  # of a queue: it ends when the queue is closed
         assert set(threading.enumerate()) <= threads, ending
+
+
+def test_close_ends_a_thread_that_sends_more_than_a_pipe_holds() -> None:
+    threads = set(threading.enumerate())
+    tasks = (Task(np.zeros(1 << 16, int), number) for number in range(8))
+    loader = Loader(read_data_arguments(Stuck(), num_workers=1), tasks, device=CPU)
+    assert set(threading.enumerate()) > threads
+    loader.close()
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

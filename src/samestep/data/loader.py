@@ -32,7 +32,13 @@ from samestep.files import open_regular
 from samestep.hashing import hash_short
 from samestep.plan.loop_plan import Task
 from samestep.processes import Held, die_with_parent, hold
-from samestep.torch_internals import abandon_workers, end_on_feeder_error, forget_workers, look_for_dead_workers
+from samestep.torch_internals import (
+    abandon_workers,
+    end_feeders,
+    end_on_feeder_error,
+    forget_workers,
+    look_for_dead_workers,
+)
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
 
@@ -268,6 +274,7 @@ class Workers(Held):
         for process in self.processes:
             process.kill()
             process.join()
+        end_feeders(iterator)
         self.processes = []
         del self._loader  # it refers to the iterator, whose queues are open files
 
