@@ -260,9 +260,13 @@ class CutOff:
 
 @dataclass(frozen=True)
 class Stalled:
-    """This rank leads, and has named the ranks that stop the run."""
+    """This rank leads, and has named the ranks that stop the run.
 
-    stall: Stall
+    Attributes:
+        named: these ranks, with whether they were silent then. Under load, the diagnosis may change to and fro.
+    """
+
+    named: frozenset[tuple[tuple[int, ...], bool]]
 
 
 @dataclass(frozen=True)
@@ -330,13 +334,13 @@ def decide(state: State, view: View, facts: RankFacts) -> tuple[State, list[Acti
             return state, []  # only this process was suspended meanwhile
         return Moving(), [Say("the run continues")]
     actions: list[Action] = []
-    said = state.stall if isinstance(state, Stalled) else None
+    named = state.named if isinstance(state, Stalled) else frozenset()
     # A rank whose host goes down is named by what it did last, until its beats are overdue.
-    if said is None or said.blocking != stall.blocking or (stall.is_silent and not said.is_silent):
+    if named.isdisjoint({(stall.blocking, stall.is_silent), (stall.blocking, True)}):
         actions.append(Say(stall.sentence))
     ending = _begin_end(stall, view, view.ranks, facts) if stall.is_final else None
     if ending is None:
-        return Stalled(stall), actions
+        return Stalled(named | {(stall.blocking, stall.is_silent)}), actions
     ended = "the run" if ending.order.is_for_all else describe_ranks(stall.blocking)
     return ending, [*actions, Say(f"nothing has moved for too long: stopping {ended}")]
 
