@@ -149,7 +149,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU in its tanh approximation: (..., width) -> (..., width)."""
+    """Two linear layers with GELU: (..., width) -> (..., width)."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class MLP(nn.Module):
         self.c_proj = GPT2Linear(4 * config.width, config.width, num_additions=2 * config.num_layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.dropout, self.training)
+        return F.dropout(self.c_proj(F.gelu(self.c_fc(x))), self.dropout, self.training)
 
 
 class TransformerBlock(nn.Module):
