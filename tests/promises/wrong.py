@@ -328,7 +328,11 @@ PREPARED: dict[str, Mistake] = {
         r"scaler is a GradScaler: leave it out, .*precision='fp16'\)",
         objects=lambda t: {"scaler": torch.amp.GradScaler("cpu")}),
     "an unknown device map": at_start(
-        r'device_map must be "keep" or None, not .auto.$', objects=lambda t: {"device_map": "auto"}),
+        r"device_map must be none or keep, not .auto.$", objects=lambda t: {"device_map": "auto"}),
+    "override in words": at_start(
+        r"override must be False or True, not 'no'", objects=lambda t: {"override": "no"}),
+    "a block by name": at_start(
+        r"shard_blocks lists classes of modules, not 'Linear'", objects=lambda t: {"shard_blocks": "Linear"}),
     "a list of models": at_start(
         r"run\.prepare got models, a list without state_dict and load_state_dict", objects=lambda t: {"models": []}),
     "a state that cannot be saved": at_start(
@@ -391,6 +395,10 @@ STATES: dict[str, Mistake] = {
         r"run\.state must be a dict, not a NoneType", lambda run: setattr(run, "state", None)),
     "run.log of a number": in_loop(
         r"run\.log takes a dict of name -> value or keyword arguments, not 1\.0", then=lambda t: t.run.log(1.0)),
+    "a logged step": in_loop(
+        r'run\.log got a value named .step.: a name is a string, and not "step"', then=lambda t: t.run.log(step=1)),
+    "a name that is no string": in_loop(
+        r"step\.log got a value named 1: a name is a string", then=lambda t: t.step.log({1: 2})),
 }  # fmt: skip
 
 MISTAKES = IN_MICRO_BATCHES | LOSSES | LOOPS | PREPARED | DATA | STATES

@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samestep.config import OPTIONS, ExchangeDtype, Precision, Shard, whole
+from samestep.config import OPTIONS, ExchangeDtype, Precision, Shard, choice, whole
 from samestep.console import hide_secrets
 from samestep.data.loader import seed_all
 from samestep.engine.ownership import clip_with_norm, compute_total_norm
 from samestep.engine.passes import MixedPrecision
-from samestep.errors import InvalidType, InvalidValue, UsageError
+from samestep.errors import InvalidType, UsageError
 from samestep.plan.order import derive
 from samestep.snapshot.location import Location
 from samestep.train.context import RunContext, RunState, build_config
@@ -323,8 +323,10 @@ class Run:
             raise UsageError("run.prepare got no objects: call run.prepare(model=..., optimizer=...)", code="SS221")
         if self._prepared is not None:
             raise UsageError("run.prepare was called twice: pass all objects in one call", code="SS221")
-        if device_map not in (None, "keep"):
-            raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}', code="SS101")
+        choice(False, True)("override", override)
+        choice(None, "keep")("device_map", device_map)
+        if not all(isinstance(block, type) and issubclass(block, nn.Module) for block in shard_blocks or ()):
+            raise InvalidType(f"shard_blocks lists classes of modules, not {shard_blocks!r}", code="SS102")
         named = Objects(objects)
         check_objects(named, self._old_params)
         self._prepared = prepared = prepare_objects(

@@ -637,7 +637,14 @@ class Step:
 
 
 def collect_values(what: str, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a call such as `step.log({"a": 1}, b=2)`. Raises InvalidType if `values` is not a dict."""
+    """Return the values of a call such as `step.log({"a": 1}, b=2)`. Raises InvalidType if they cannot be logged."""
     if values is not None and not isinstance(values, Mapping):
         raise InvalidType(f"{what} takes a dict of name -> value or keyword arguments, not {values!r}", code="SS102")
-    return {**(values or {}), **named}
+    collected = {**(values or {}), **named}
+    for name in collected:
+        if not isinstance(name, str) or name == "step":
+            raise InvalidType(
+                f'{what} got a value named {name!r}: a name is a string, and not "step", which is the row\'s own',
+                code="SS102",
+            )
+    return collected
