@@ -33,6 +33,7 @@ TITLES = {
     "butterfly": "butterfly",
     "chunks": "chunks",
     "owners": '`shard="optimizer"`',
+    "twins": 'the same, `shard_copies=2`',
     "shards": 'gradients of `shard="fsdp2"`',
     "ring": "ring all-reduce",
 }
@@ -136,18 +137,19 @@ def find_largest(counts: Sequence[Count]) -> Count:
     return Count(*(max(values) for values in zip(*(asdict(each).values() for each in counts), strict=True)))
 
 
-def build_space(world_size: int, rank: int, num_micro_batches: int, owner: int | None = None) -> routes.Space:
+def build_space(world_size: int, rank: int, num_micro_batches: int) -> routes.Space:
     layout = build_layout(num_micro_batches, world_size)
-    return routes.Space(NEW, NUM_ELEMENTS, torch.float32, layout, rank, owner=owner)
+    return routes.Space(NEW, NUM_ELEMENTS, torch.float32, layout, rank)
 
 
-def count_owned(world_size: int, rank: int, num_micro_batches: int) -> Count:
+def count_owned(world_size: int, rank: int, num_micro_batches: int, copies: int) -> Count:
     """Count what shard="optimizer" exchanges: a part of the gradient to each rank, then the parameters along a ring."""
     total = Count()
     size = ceil(NUM_ELEMENTS / world_size)
     for owner in range(world_size):
         layout = build_layout(num_micro_batches, world_size)
-        space = routes.Space(NEW, size, torch.float32, layout, rank, owner=owner)
+        owners = [(owner + k) % world_size for k in range(copies)]
+        space = routes.Space(NEW, size, torch.float32, layout, rank, owners)
         total += count_route(routes.ToOwner(space))
     data = [NEW(4 * size, dtype=torch.uint8) for _ in range(world_size)]
     return total + count(world_size, lambda: routes.pass_along_ring(data, rank))
@@ -183,7 +185,8 @@ def count_routes(world_size: int, num_micro_batches: int) -> dict[str, Count]:
     if build_layout(num_micro_batches, world_size).butterfly:
         found["butterfly"] = count_ranks(build(routes.Butterfly))
     found["chunks"] = count_ranks(build(routes.Chunks))
-    found["owners"] = count_ranks(lambda rank: count_owned(world_size, rank, num_micro_batches))
+    for name, copies in (("owners", 1), ("twins", 2)):
+        found[name] = count_ranks(partial(count_owned, world_size, num_micro_batches=num_micro_batches, copies=copies))
     found["shards"] = count_ranks(lambda rank: count_sharded(world_size, rank, num_micro_batches))
     found["ring"] = count_ring(world_size, 4 * NUM_ELEMENTS)
     return found

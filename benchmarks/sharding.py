@@ -1,11 +1,11 @@
 """What `shard` costs: memory, steps, snapshots and bytes between hosts, against stock FSDP2 and DDP.
 
 The transformer of reduction.py, one micro-batch per rank, AdamW, gloo ranks of 1 thread. samestep without `shard`, with
-"optimizer" and with "fsdp2", the first and the last also with gradients rounded to bf16; torch's `fully_shard` and DDP
-in loops written by hand. Steps run in the same processes, in turns. Peak memory is measured in processes of their own,
-above what a process holds before it builds its model, in two ways: the high-water mark of resident memory (RSS), and
-the same with a mapping for each block of at least 64 KiB, which ends when the block is freed: the bytes of live
-tensors. A snapshot is written and waited for; a load is the time from nothing to a model that can train, on another
+"optimizer" (one copy of the state, or two) and with "fsdp2", the first and the last also with gradients rounded to bf16;
+torch's `fully_shard` and DDP in loops written by hand. Steps run in the same processes, in turns. Peak memory is
+measured in processes of their own, above what a process holds before it builds its model, in two ways: the high-water mark of resident memory
+(RSS), and the same with a mapping for each block of at least 64 KiB, which ends when the block is freed: the bytes of
+live tensors. A snapshot is written and waited for; a load is the time from nothing to a model that can train, on another
 number of ranks, against torch.distributed.checkpoint (DCP). `--hosts` puts the ranks on two hosts with a shaped link,
 and counts the bytes that each host sends. That needs root.
 """
@@ -53,8 +53,16 @@ import samestep
 
 NONE, OPTIMIZER, FSDP2 = "samestep", "samestep, optimizer", "samestep, fsdp2"
 STOCK, DDP = "FSDP2 by hand", "DDP by hand"
+TWINS = "samestep, optimizer, 2 copies"
 ROUNDED, ROUNDED_FSDP2 = "samestep, bf16", "samestep, fsdp2, bf16"
-SHARDS: dict[str, Any] = {NONE: None, OPTIMIZER: "optimizer", FSDP2: "fsdp2", ROUNDED: None, ROUNDED_FSDP2: "fsdp2"}
+SHARDS: dict[str, Any] = {
+    NONE: None,
+    OPTIMIZER: "optimizer",
+    TWINS: "optimizer",
+    FSDP2: "fsdp2",
+    ROUNDED: None,
+    ROUNDED_FSDP2: "fsdp2",
+}
 WAYS = [*SHARDS, STOCK, DDP]
 SAVING = [NONE, OPTIMIZER, FSDP2, STOCK]
 MAX_RATIO = 1.1  # of fsdp2 to stock FSDP2: memory and time
@@ -83,6 +91,7 @@ def open_run(way: str, num_micro_batches: int, directory: Path | None = None, **
         batch_size=SAMPLES_PER_RANK * num_micro_batches,
         micro_batch_size=SAMPLES_PER_RANK,
         shard=SHARDS[way],
+        shard_copies=2 if way == TWINS else 1,
         exchange_dtype="bf16" if way in (ROUNDED, ROUNDED_FSDP2) else None,
         snapshot_every=10**9,
         device="cpu",

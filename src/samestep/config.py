@@ -305,6 +305,12 @@ class RunConfig:
         "every rank keeps all of it",
         choice(*get_args(Shard), None),
     )
+    shard_copies: int = _declare(
+        int,
+        "N",
+        "how many ranks hold each part of the optimizers' state that shard divides; with 2, --heal continues after a death",
+        whole(1, 2),
+    )
     exchange_dtype: ExchangeDtype | None = _declare(
         str,
         "T",

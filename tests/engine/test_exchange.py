@@ -61,13 +61,13 @@ def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:
 class Ranks:
     """Passes over parameters on this rank."""
 
-    def __init__(self, *, cap_bytes: int = 200, is_divided: bool = False) -> None:
+    def __init__(self, *, cap_bytes: int = 200, copies: int = 0) -> None:
         exchange.MAX_BUCKET_BYTES = cap_bytes
         self.params = build_params()
         self.group = group = open_group(read_environment(), torch.device("cpu"))
         self.gradients = Gradients(
             {}, group, MixedPrecision("fp32", group.device), micro_batch_size=1,
-            ownership=Ownership(group.rank, group.world_size) if is_divided else None,
+            ownership=Ownership(group, copies) if copies else None,
         )  # fmt: skip
         self.gradients.set_parameters([(f"p{i}", param) for i, param in enumerate(self.params)], [])
         ownership = self.gradients.ownership
@@ -100,8 +100,10 @@ def gather(ranks: Ranks, grads: Any) -> Any:
     first, *others = everywhere = ranks.group.gather(grads)
     if ranks.owners is not None:
         for rank, of_rank in enumerate(everywhere):
-            assert all(of_rank[i] is None for i in ALL if ranks.owners[i] != rank)
-        return [everywhere[ranks.owners[i]][i] for i in ALL]
+            for i in ALL:
+                wanted = everywhere[ranks.owners[i][0]][i] if rank in ranks.owners[i] else None
+                assert of_rank[i] == wanted
+        return [everywhere[ranks.owners[i][0]][i] for i in ALL]
     assert all(other == first for other in others)
     return first
 
@@ -111,10 +113,10 @@ def use_some(v: int) -> tuple[int, ...]:
     return tuple(i for i in (1, 3) if v != 2) + ((0,) if v % 2 else ()) + ((4,) if v == 1 else ())
 
 
-def reduce_some(gather_max_bytes: int, is_divided: bool) -> list[list[bytes | None]]:
+def reduce_some(gather_max_bytes: int, copies: int) -> list[list[bytes | None]]:
     """Return the gradients of passes of all lengths. What remains of one must not change the next."""
     routes.GATHER_MAX_BYTES = gather_max_bytes
-    ranks = Ranks(is_divided=is_divided)
+    ranks = Ranks(copies=copies)
     return [gather(ranks, ranks.run(n, use_some)) for n in LENGTHS]
 
 
@@ -135,7 +137,7 @@ def expect(n: int) -> list[bytes | None]:
 def test_sums_of_what_was_used(num_ranks: int) -> None:
     """For every route, with and without idle ranks and owners, and in the parameters' own strides."""
     expected = [*map(expect, LENGTHS)]
-    for how in ((0, False), (1 << 30, False), (0, True)) if num_ranks > 1 else ((0, False),):
+    for how in ((0, 0), (1 << 30, 0), (0, 1), (0, 2)) if num_ranks > 1 else ((0, 0),):
         assert samestep.spawn(partial(reduce_some, *how), num_ranks) == expected, how
 
 
@@ -207,7 +209,7 @@ def test_a_pass_that_has_failed_keeps_no_connection_open() -> None:
 
 
 def fill(params: list[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    return build_buckets(params, [None] * len(params), None, cap_bytes)
+    return build_buckets(params, [()] * len(params), None, cap_bytes)
 
 
 @pytest.mark.parametrize("cap_bytes", [1, 200, 1 << 20])

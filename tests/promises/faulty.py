@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import get_worker_info
 
 import samestep
-from samestep.engine import exchange
+from samestep.engine import exchange, ownership
 from samestep.processes import wait_until
 from samestep.snapshot.store import Store
 from samestep.train.watchdog import Watchdog
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37  # 5 steps per epoch, the last one with 5 samples: 2 + 2 + 1
-# "committing": a snapshot of this step is about to become visible. "worker": a DataLoader worker has read so many
+# "exchanging", "updating", "sending": the last gradients of a step are about to be sent, the optimizer to update, a rank
+# to send or get updated parameters (`shard`). "writing", "committing": a rank is about to write its part of a snapshot of
+# this step, and rank 0 to make it visible. "worker": a DataLoader worker has read so many
 # samples. "regrouping": a rank has joined the group without a dead rank, and no heartbeat there; its step is 0.
-MOMENTS = ("forward", "validation", "committing", "worker", "regrouping")
+MOMENTS = (
+    "forward", "exchanging", "updating", "sending", "validation", "writing", "committing", "worker", "regrouping"
+)  # fmt: skip
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 ACTIONS = (*SIGNALS, "raise", "hold", "stop")
 FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
@@ -80,12 +84,14 @@ class Faults:
             (self._directory / f"heard-{self._rank}").touch()
         return (self._directory / "go").exists()
 
-    def watch(self, owner: type, name: str, moment: str) -> None:
-        """Make this rank reach a moment before each call of a method. Its step is the argument `step`, or 0."""
+    def watch(
+        self, owner: Any, name: str, moment: str, find_step: Callable[..., int | None] = lambda *_, **__: None
+    ) -> None:
+        """Make this rank reach a moment before each call of a function. `find_step`: gets the arguments, see `reach`."""
         method = getattr(owner, name)
 
         def reach_and_call(*arguments: Any, **more: Any) -> Any:
-            self.reach(moment, more.get("step", 0))
+            self.reach(moment, find_step(*arguments, **more))
             return method(*arguments, **more)
 
         setattr(owner, name, reach_and_call)
@@ -136,13 +142,17 @@ def train(
     directory = Path(run_dir).with_name(f"{Path(run_dir).name}-faults")
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     faults = Faults([fault] if isinstance(fault, str) else fault, directory, rank)
-    faults.watch(Store, "commit", "committing")
-    faults.watch(Watchdog, "change_group", "regrouping")
+    faults.watch(exchange.Exchange, "finish", "exchanging")
+    faults.watch(ownership, "_pass_on", "sending")
+    faults.watch(Store, "prepare", "writing", lambda store, draft, *_: int(re.findall(r"\d+", draft)[0]))
+    faults.watch(Store, "commit", "committing", lambda *_, step, **__: step)
+    faults.watch(Watchdog, "change_group", "regrouping", lambda *_: 0)
     exchange.MAX_BUCKET_BYTES = 512  # so that some gradients are sent while others are still computed
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu")  # type: ignore[arg-type]
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer.register_step_pre_hook(lambda *_: faults.reach("updating"))
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     run.prepare(model=model, optimizer=optimizer, schedule=schedule, average=average)

@@ -170,6 +170,41 @@ def test_the_others_continue(trial: Trial, undisturbed: Undisturbed) -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_ranks", "faults", "said", "num_restarts"),
+    [
+        (
+            4,
+            [
+                "kill rank 3 at step 2 in exchanging",
+                "kill rank 0 at step 6 in updating",
+                "kill rank 1 at step 9 in sending",
+            ],
+            ": rank 2 -> rank 0\n",
+            0,
+        ),
+        (3, ["kill rank 2 at step 3 in writing"], "the snapshot of step 3 could not be written (a rank died before", 0),
+        (
+            3,
+            ["kill rank 1 at step 7 in forward", "kill rank 2 at step 7 in forward"],
+            "because a part of the optimizers' state had 2 copies (shard_copies), and died with ranks 1 and 2\n",
+            1,
+        ),
+    ],
+    ids=["step", "snapshot", "both"],
+)
+def test_the_others_continue_with_a_divided_state(
+    num_ranks: int, faults: Sequence[str], said: str, num_restarts: int, trial: Trial, undisturbed: Undisturbed
+) -> None:
+    """Two ranks have each part of it. If one dies, a third one gets a copy; if both do, all ranks start again."""
+    flags = ("--heal", "--shard", "optimizer", "--shard-copies", "2", "--snapshot-every", "3", "--max-restarts", "1")
+    started = trial.run("launch", num_ranks, faults, *flags, settled=True)
+    trial.assert_struck(*faults)
+    assert said in started.output
+    assert len(read_restarts(trial.dir)) == num_restarts
+    assert trial.outcome() == undisturbed(snapshot_every=3)
+
+
+@pytest.mark.parametrize(
     ("stuck", "dead"),
     [
         ("freeze rank 0 at step 7 in forward", "kill rank 2 at step 7 in forward"),
@@ -211,7 +246,7 @@ ADVICE = ": --max-restarts N starts again from the newest snapshot"
     ("flags", "reason"),
     [
         (["--check-compute-every", "5"], "--heal does not support check_compute_every"),
-        (["--shard", "optimizer"], '--heal does not support shard="optimizer" (a rank'),
+        (["--shard", "optimizer"], '--heal does not support shard="optimizer" (a rank\'s part of the state dies with it; shard_copies=2 would let'),
     ],
     ids=["check_compute_every", "shard"],
 )

@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="start no new scenario after this; default: 1")
     parser.add_argument("--pinned", action="store_true", help="first run the pinned ones")
     parser.add_argument("--scenario", help="run only this one, as printed for a failure")
+    parser.add_argument("--focus", default="", help="of the scenarios, such as heal or twins; default: any")
     parser.add_argument("--verbose", action="store_true", help="print each scenario, and what has happened in it")
     options = parser.parse_args()
     laboratory = Laboratory()
@@ -28,7 +29,7 @@ def main() -> int:
     num_failed = sum(_run_one(laboratory, Scenario.parse(text), options) for text in PINNED.values() if options.pinned)
     count = 0
     while not num_failed and time.monotonic() - began_s < 60 * options.minutes:
-        num_failed += _run_one(laboratory, plan(first + count), options)
+        num_failed += _run_one(laboratory, plan(first + count, options.focus), options)
         count += 1
     cpu_s = time.process_time() - began_cpu_s
     print(

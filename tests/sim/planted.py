@@ -390,4 +390,40 @@ PLANTED = (
         "healing: the micro-batches of a dead rank are not computed", HEAL, "train/step.py",
         "self._attempt = PassAttempt(", "self._attempt = self._attempt or PassAttempt(", focus="heal",
     ),
+    # --- healing with a divided state
+    Planted(
+        "twins: a new owner does not get the state", HEAL, "train/divided_state.py",
+        "            optimizer.state[param] = state\n", "            pass\n", focus="twins",
+    ),
+    Planted(
+        "twins: the second owner drops the gradient", HEAL, "engine/exchange.py",
+        "            if route.space.gets_sum:\n", "            if route.space.rank in route.space.owners[:1]:\n",
+        focus="twins",
+    ),
+    Planted(
+        "twins: the norm lacks the gradients of a dead owner", HEAL, "engine/ownership.py",
+        "if ownership.holds(params[i])}", "if ownership.find(params[i])[:1] == (group.number,)}", "twins", "batchnorm",
+    ),
+    Planted(
+        "twins: after a death, parameters are sent by a rank that has not updated them", HEAL, "engine/ownership.py",
+        "members.index(list_living(owners, members)[0]) for", "owners[0] % len(members) for", focus="twins",
+    ),
+    Planted(
+        "twins: ranks go by the deaths that they have noticed", HEAL, "train/lost_copies.py",
+        "self._num_ranks < len(", "len(self._divided.ownership._group.members) < len(", focus="twins",
+    ),
+    Planted(
+        "twins: a new owner has no checksum of the last gradient", HEAL, "train/lost_copies.py",
+        "            self._metrics.complete_checksums()", "            ", focus="twins",
+    ),
+    Planted(
+        "twins: the checksums of both owners count", ONCE, "engine/gradient_checksum.py",
+        "joined = reduce(or_, checksums)", "joined = sum(checksums)", focus="twins",
+    ),
+    Planted(
+        "twins: a rank contributes only what it would store", HEAL, "train/divided_state.py",
+        "if param in states and self.ownership.holds(param)",
+        "if param in states and self.ownership.find_first(param, self._group.members) == self._group.number",
+        focus="twins",
+    ),
 )  # fmt: skip

@@ -18,6 +18,7 @@ LABELS = (
     "send.wait", "isend", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
 )  # fmt: skip
 STEPS_PER_EPOCH = 5  # of all scripts
+HEALING = {"heal": 150, "twins": 600}  # focus -> the points from one death to the next, at most
 NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
 _FAULT = re.compile(r"(\w+)@([\w.]+)(?:#(\d+))?(?:/(\d+))?(?:\+([\d.]+))?")
 
@@ -93,6 +94,7 @@ class Scenario:
         seed: of the order of tasks, and of all that the network and the disk decide.
         script: a file of scripts/.
         shard: "none" or "optimizer".
+        owners: `--shard-copies`. With 2, ranks can continue after a death if the state is divided.
         every: `--snapshot-every`, in steps.
         steps: `--max-steps`. An epoch has 5.
         routes: "gather" or "chunks": for gradients of every size, the route of small or that of large ones.
@@ -103,6 +105,7 @@ class Scenario:
     seed: int
     script: str = "mlp"
     shard: str = "none"
+    owners: int = 1
     every: int = 2
     steps: int = 10
     routes: str = "gather"
@@ -119,7 +122,7 @@ class Scenario:
         """Return the scenario of a text. Raises ValueError."""
         head, *rounds = text.split("|")
         given = dict(word.split("=") for word in head.split())
-        numbers = {name: int(given.pop(name)) for name in ("seed", "every", "steps", "pace") if name in given}
+        numbers = {name: int(given.pop(name)) for name in ("seed", "owners", "every", "steps", "pace") if name in given}
         return cls(**numbers, **given, rounds=tuple(Round.parse(each) for each in rounds))
 
 
@@ -127,11 +130,12 @@ def plan(seed: int, focus: str = "") -> Scenario:
     """Return the scenario of a seed.
 
     Args:
-        focus: "" for any, "heal" (deaths that others survive), "background" (kills while the tensors of a snapshot are
+        focus: "" for any, "heal" (deaths that others survive), "twins" (the same, with a divided state), "background" (kills while the tensors of a snapshot are
             copied), a kind of fault, or a kind and a label, such as "kill_all@os.rename".
     """
     choose = random.Random(f"scenario {seed} {focus}")
-    shard = "none" if focus == "heal" else choose.choice(("none", "none", "none", "optimizer"))
+    shard = {"heal": "none", "twins": "optimizer"}.get(focus) or choose.choice(("none", "none", "none", "optimizer"))
+    owners = 2 if focus == "twins" else random.Random(f"owners {seed}").choice((1, 2))  # no draw of `choose`
     epochs = 2 if focus else choose.choice((1, 2, 2))
     num_rounds = 1 if focus else choose.choice((1, 1, 2, 2, 3))
     rounds = [_plan_round(choose, epochs, focus) for _ in range(num_rounds)]
@@ -139,6 +143,7 @@ def plan(seed: int, focus: str = "") -> Scenario:
         seed,
         script=choose.choice(SCRIPTS),
         shard=shard,
+        owners=owners if shard == "optimizer" else 1,
         every=choose.choice((1, 2, 3, 4)),
         steps=STEPS_PER_EPOCH * epochs,
         routes=choose.choice(("gather", "gather", "chunks")),
@@ -150,16 +155,16 @@ def plan(seed: int, focus: str = "") -> Scenario:
 
 
 def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
-    num_ranks = choose.choice((3, 4, 5) if focus == "heal" else (1, 2, 2, 3, 3, 3, 4, 5))
+    num_ranks = choose.choice((3, 4, 5) if focus in HEALING else (1, 2, 2, 3, 3, 3, 4, 5))
     heals = num_ranks > 1 and choose.random() < 0.5
     kinds = ("kill", "kill", "kill", "freeze", "stop") if heals else ("kill", "kill_all", "power", "power", *KINDS)
     kind, _, label = focus.partition("@")
     if focus:
         heals = False
         kinds = ("kill_all", "power") if focus == "background" else (kind,)
-    if focus == "heal":  # after all have begun; perhaps one more while the others heal
+    if focus in HEALING:  # after all have begun; perhaps one more while the others heal, or have healed
         at = choose.randrange(110 * num_ranks, NUM_POINTS[num_ranks])
-        counts = (at, at + choose.randrange(1, 150))[: choose.choice((1, 2))]
+        counts = (at, at + choose.randrange(1, HEALING[focus]))[: choose.choice((1, 2))]
         return Round(num_ranks, True, 0, tuple(Fault("kill", "", each) for each in counts))
     faults = [
         _plan_fault(choose, choose.choice(kinds), num_ranks, epochs, label) for _ in range(choose.choice((1, 1, 2)))

@@ -26,6 +26,7 @@ MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what 
 DAMAGE = ("cannot be used", "is shorter than", "was changed during")
 MISTAKE = 2  # exit code
 UNHEALED = ("have not formed a new group",)  # with --heal, once all ranks have begun a step
+TWINS = "had 2 copies"  # of the state, which died with two ranks
 MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be the next one
 STOPPED = (0, 75, 128 + 15)
 # For tensors of every size, what is usual for large ones.
@@ -133,7 +134,7 @@ class Laboratory:
         self.history: list[str] = []
         self._expected: dict[tuple[str, int], Outcome] = {}
         # Imports all that is needed, and sets all constants.
-        self.run(Scenario(0, shard="optimizer", pace=60, rounds=(Round(5, heals=True),)), self._pool)
+        self.run(Scenario(0, shard="optimizer", owners=2, pace=60, rounds=(Round(5, heals=True),)), self._pool)
 
     def check(self, scenario: Scenario, planted: Pool | None = None) -> None:
         """Run a scenario. Raises Violation, Hang, or an error of the simulation, if it is not the run on one rank.
@@ -155,7 +156,7 @@ class Laboratory:
         options = {
             "snapshot-every": str(scenario.every),
             "max-steps": str(scenario.steps),
-            **({"shard": scenario.shard} if scenario.shard != "none" else {}),
+            **({"shard": scenario.shard, "shard-copies": str(scenario.owners)} if scenario.shard != "none" else {}),
         }
         script = SCRIPTS / f"{scenario.script}.py"
         constants = {**CONSTANTS["routes", scenario.routes], **CONSTANTS["copies", scenario.copies]}
@@ -202,6 +203,9 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
     if kinds <= {"stop", "freeze"} and code not in STOPPED:
         raise Violation(f"after SIGTERM the launch ended with {code}: {' / '.join(lines[-5:])}")
     is_too_short = any("IndexError" in line for line in lines)  # in passes.py: a list by position
+    for line in lines:
+        if TWINS in line and len(launch.struck) < 2:
+            raise Violation(line)
     if kinds == {"kill"} and not is_too_short and all(_find_steps(process.output) for process in launch.processes):
         for line in lines:
             if any(why in line for why in UNHEALED):

@@ -95,7 +95,8 @@ class Vote(NamedTuple):
         saving: what this rank does for a snapshot, a `Saving`.
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
-        checksum: checksum of this rank's part of the previous gradient, if gradients are divided among ranks; else 0.
+        checksum: of this rank's part of the previous gradient (`compute_checksum`), if gradients are divided among ranks;
+            else 0.
     """
 
     stop: int = 0
@@ -151,7 +152,7 @@ class ControlFormat:
     """
 
     def __init__(self, layout: Layout, num_params: int, num_buffers: int = 0, num_names: int = 0) -> None:
-        self._head = Struct(f"<q?BQQI?{num_params}s{BUFFER_BYTES * num_buffers}sQ")
+        self._head = Struct(f"<q?BQQQ?{num_params}s{BUFFER_BYTES * num_buffers}sQ")
         self._report = Struct(f"<Q{2 + 2 * num_names}d")
         num_bytes = self._head.size + max(map(len, layout.ranges)) * self._report.size
         self.size_bytes = -(-num_bytes // 64) * 64

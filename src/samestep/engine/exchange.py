@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samestep.engine.control import Control, ControlFormat
 from samestep.engine.leaf import GradientHooks, Grads, ParameterGuard, PartialSums
+from samestep.engine.ownership import list_living
 from samestep.engine.routes import (
     ALIGN_BYTES,
     AllGather,
@@ -38,7 +39,7 @@ class Bucket:
     Args:
         indices: numbers of the parameters.
         all_params: those of the plan.
-        owner: the rank that gets the sum; None: all ranks.
+        owners: the ranks that get the sum, as numbered at the start; none: all ranks.
         dtype: of the partial sums that are exchanged.
 
     Attributes:
@@ -47,11 +48,11 @@ class Bucket:
     """
 
     def __init__(
-        self, indices: Sequence[int], all_params: Sequence[Tensor], owner: int | None, dtype: torch.dtype
+        self, indices: Sequence[int], all_params: Sequence[Tensor], owners: Sequence[int], dtype: torch.dtype
     ) -> None:
         self.indices = indices
         self.params = [all_params[i] for i in indices]
-        self.owner = owner
+        self.owners = owners
         self.dtype = dtype
         self.device = self.params[0].device
         self._strides = [*map(_find_strides, self.params)]
@@ -78,11 +79,14 @@ def choose_cap_bytes(params: Sequence[Tensor], *, one_host: bool) -> int:
 
 
 def build_buckets(
-    params: Sequence[Tensor], owners: Sequence[int | None], exchange_dtype: torch.dtype | None, cap_bytes: int
+    params: Sequence[Tensor],
+    owners: Sequence[tuple[int, ...]],
+    exchange_dtype: torch.dtype | None,
+    cap_bytes: int,
 ) -> list[Bucket]:
     """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward pass.
 
-    The parameters of a bucket have one dtype, device and owner. `owners`, `exchange_dtype`: see `ReductionPlan`.
+    The parameters of a bucket have one dtype and device, and the same owners. `owners`, `exchange_dtype`: see `ReductionPlan`.
     """
     groups: list[list[int]] = []
     open_groups: dict[tuple[Any, ...], list[int]] = {}
@@ -122,7 +126,7 @@ class ReductionPlan:
     Args:
         trained: (name, parameter) in the models' order.
         untrained: parameters that no optimizer holds. Their gradients are dropped.
-        owners: per parameter, the rank that gets its sum; None: all ranks get all sums.
+        owners: per parameter, the ranks that get its sum, as numbered at the start; None: all ranks get all sums.
         models: the models, if their parameters are sharded.
         exchange_dtype: the dtype to which gradients of float32 and their partial sums are rounded, so that they are
             exchanged in it; None: they are not.
@@ -144,7 +148,7 @@ class ReductionPlan:
         group: Group,
         *,
         untrained: Sequence[Tensor] = (),
-        owners: Sequence[int] | None = None,
+        owners: Sequence[tuple[int, ...]] | None = None,
         models: ShardedModels | None = None,
         exchange_dtype: torch.dtype | None = None,
     ) -> None:
@@ -161,7 +165,7 @@ class ReductionPlan:
         in_buckets = self.params if models is None else []
         self.strides = [*map(_find_strides, in_buckets)]
         cap_bytes = choose_cap_bytes(self.params, one_host=group.is_on_one_host)
-        self.buckets = build_buckets(in_buckets, owners or [None] * len(in_buckets), exchange_dtype, cap_bytes)
+        self.buckets = build_buckets(in_buckets, owners or [()] * len(in_buckets), exchange_dtype, cap_bytes)
         self.bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket.indices}
         self.guard = ParameterGuard(self.names, self.params)
         self.group = group
@@ -220,7 +224,7 @@ class Exchange:
             self.routes.append(route)
             for i, *slices in zip(bucket.indices, *map(bucket.view, route.parts), strict=True):
                 self._views[i] = slices
-            if bucket.owner in (None, group.rank):
+            if route.space.gets_sum:
                 self._totals |= zip(bucket.indices, bucket.view(route.root), strict=True)
         if not self.routes or not self.routes[-1].blocks:
             space = Space(torch.zeros, 0, torch.uint8, layout, group.rank)
@@ -332,7 +336,8 @@ def _build_bucket_route(bucket: Bucket, layout: Layout, group: Group, control_by
     on_device = partial(torch.zeros, dtype=bucket.dtype, device=bucket.device)
     on_host = partial(torch.zeros, dtype=bucket.dtype, pin_memory=is_on_gpu)
     new = on_host if is_staged else on_device
-    space = Space(new, bucket.num_elements, bucket.dtype, layout, group.rank, bucket.owner)
+    owners = [group.members.index(each) for each in list_living(bucket.owners, group.members)]
+    space = Space(new, bucket.num_elements, bucket.dtype, layout, group.rank, owners)
     route = build_route(space, control_bytes if is_staged or not is_on_gpu else 0, group.local_sockets)
     if is_staged:
         return Staged(route, on_device)

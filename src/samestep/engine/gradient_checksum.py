@@ -8,7 +8,8 @@ it is not in the caches after a backward pass.
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from samestep.engine.control import copy_to_host
 from samestep.torch_internals import find_first_row, get_local, is_sharded
 
 NUM_ROWS = 2
+ROW_BITS = 32
 ROW_ELEMENTS = 1024  # of a longer row, only so many are read
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread evenly (Knuth, vol. 3, 6.4)
 
@@ -25,15 +27,15 @@ _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread 
 def compute_checksum(grads: Sequence[Tensor | None], step: int) -> Callable[[], int]:
     """Read the rows of a step. Call it before the gradients change.
 
-    Each row is on one rank. So the checksum of gradients that are divided among ranks is the sum of theirs.
+    A row that is on no rank, or on several, counts as one: `add_checksums` combines the results of all ranks.
 
     Args:
         grads: per parameter; None for an absent one, or one that another rank has.
 
     Returns:
-        A function that returns the checksum (CRC-32). It waits for a GPU.
+        A function that returns the checksums of the rows (CRC-32), each in 32 bits. It waits for a GPU.
     """
-    rows: list[Tensor] = []
+    rows: dict[int, Tensor] = {}
     num_params = len(grads)
     num_rows = min(NUM_ROWS, num_params)
     for k in range(num_rows):
@@ -46,15 +48,25 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int) -> Callable[[], 
             row -= find_first_row(whole)
             whole = get_local(whole)
         if 0 <= row < whole.shape[0]:
-            rows.append(whole.select(0, row).reshape(-1)[:ROW_ELEMENTS].clone().view(torch.uint8))
-    return partial(_sum_up, copy_to_host(rows))
+            rows[k] = whole.select(0, row).reshape(-1)[:ROW_ELEMENTS].clone().view(torch.uint8)
+    return partial(_join, [*rows], copy_to_host(rows.values()))
 
 
 def add_checksums(checksums: Sequence[int]) -> int:
-    """Return the checksum of several rows, or of the rows of several ranks."""
-    return sum(checksums) % 2**32
+    """Return the checksum of a step, from what `compute_checksum` gives on each rank: the sum over the rows.
+
+    Ranks that have the same row have the same bits, and the others have 0 in its place.
+
+    Example::
+
+        >>> add_checksums([5, 7 << 32, 7 << 32]) == add_checksums([5 + (7 << 32)]) == 12
+        True
+    """
+    joined = reduce(or_, checksums)
+    return (joined + (joined >> ROW_BITS)) % 2**ROW_BITS
 
 
-def _sum_up(wait: Callable[[], Sequence[Tensor]]) -> int:
+def _join(numbers: Sequence[int], wait: Callable[[], Sequence[Tensor]]) -> int:
     rows: Any = map(Tensor.numpy, wait())
-    return add_checksums([*map(zlib.crc32, rows)])  # noqa: TID251 as BLAKE2b takes four times as long
+    checksums = map(zlib.crc32, rows)  # noqa: TID251 as BLAKE2b takes four times as long
+    return sum(checksum << ROW_BITS * k for k, checksum in zip(numbers, checksums, strict=True))

@@ -5,7 +5,7 @@ numbers of bytes). All ranks send at the same time, and each link between hosts 
 per owner took twice to three times as long there; see docs/dev/divided_optimizers.md.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import ceil
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.functional import pad
 
+from samestep.console import describe_ranks
 from samestep.engine.routes import pass_along_ring, start_all_to_all
-from samestep.plan.shards import choose_owners
+from samestep.errors import NotHealed
+from samestep.plan.shards import choose_owners, replace_owners
 from samestep.torch_internals import compute_norms, get_local, group_by_kind, is_sharded
 from samestep.world.group import Group
 from samestep.world.transport import split_chunks
@@ -22,45 +24,89 @@ from samestep.world.transport import split_chunks
 CHUNK_BYTES = 4 << 20  # on 4 ranks, 1 and 16 MiB took longer
 
 
+def list_living(owners: Sequence[int], members: Collection[int]) -> list[int]:
+    """Return the owners that live.
+
+    Raises:
+        NotHealed: none does.
+    """
+    living = [owner for owner in owners if owner in members]
+    if owners and not living:
+        raise NotHealed(
+            f"a part of the optimizers' state had {len(owners)} copies (shard_copies), and died with "
+            f"{describe_ranks(owners)}"
+        )
+    return living
+
+
 class Ownership:
-    """The owner of each trained parameter: the one rank that gets its gradient, updates it, and holds its state.
+    """The owners of each trained parameter: the ranks that get its gradient, update it, and hold its state.
+
+    All owners of a parameter have the same bits. The first one that lives does what one of them must do. Owners are
+    numbered as at the start, because the numbers of ranks change when one dies.
 
     Args:
-        rank: this rank.
+        copies: the number of owners of a parameter, if there are so many ranks.
+
+    Attributes:
+        members: the ranks from which owners were chosen last; the same on all ranks.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world_size = world_size
+    def __init__(self, group: Group, copies: int = 1) -> None:
+        self._group = group
+        self._copies = copies
         self._params: dict[int, nn.Parameter] = {}  # by id, which stays valid as long as the parameter is kept
-        self._owners: dict[int, int] = {}
+        self._owners: dict[int, tuple[int, ...]] = {}
+        self.members = group.members
 
-    def assign(self, params: Sequence[nn.Parameter]) -> list[int]:
-        """Return the owners of the trained parameters. Those that have one keep it, and with it their state."""
+    def assign(self, params: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
+        """Return the owners of the trained parameters. Those that have some keep them, and with them their state."""
         chosen = {i: self._owners[id(param)] for i, param in enumerate(params) if id(param) in self._owners}
-        owners = choose_owners([param.nbytes for param in params], self._world_size, chosen)
-        for param, owner in zip(params, owners, strict=True):
+        owners = choose_owners([param.nbytes for param in params], self.members, self._copies, chosen)
+        for param, of_one in zip(params, owners, strict=True):
             self._params[id(param)] = param
-            self._owners[id(param)] = owner
+            self._owners[id(param)] = of_one
         return owners
 
-    def find(self, param: Tensor) -> int | None:
-        """Return the owner of a parameter; None if it was never trained."""
-        return self._owners.get(id(param))
+    def find(self, param: Tensor) -> Sequence[int]:
+        """Return the owners of a parameter, also those that have died; none if it was never trained."""
+        return self._owners.get(id(param), ())
+
+    def find_first(self, param: Tensor, members: Sequence[int]) -> int:
+        """Return the first owner among `members`. All ranks hold a parameter that was never trained."""
+        return (list_living(self.find(param), members) or members)[0]
+
+    def holds(self, param: Tensor) -> bool:
+        """Return whether this rank has the gradient and the state of a parameter."""
+        owners = self.find(param)
+        return not owners or self._group.number in owners
 
     def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return the trained ones of some parameters by owner, in the order of `assign`, which all ranks share."""
+        """Return the trained ones of some parameters by first owner, in the order of `assign`: the same on all ranks."""
         wanted = {id(param) for param in params}
-        owned: list[list[Tensor]] = [[] for _ in range(self._world_size)]
+        members = self._group.members
+        ranks = {owners: members.index(list_living(owners, members)[0]) for owners in {*self._owners.values()}}
+        owned: list[list[Tensor]] = [[] for _ in members]
         for number, param in self._params.items():
             if number in wanted:
-                owned[self._owners[number]].append(param)
+                owned[ranks[self._owners[number]]].append(param)
         return owned
 
-    def counts(self, param: Tensor) -> bool:
-        """Return whether this rank contributes a parameter to a sum over ranks. All ranks hold one without owner."""
-        return (self.find(param) or 0) == self._rank
+    def check(self) -> None:
+        """Raise NotHealed if a parameter has lost all of its owners."""
+        for owners in {*self._owners.values()}:
+            list_living(owners, self._group.members)
 
+    def replace_dead(self, members: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return the owners of each parameter, by id, with new ones after the living ones. For `move`."""
+        sizes = [param.nbytes for param in self._params.values()]
+        owners = replace_owners(sizes, members, self._copies, [*self._owners.values()])
+        return dict(zip(self._owners, owners, strict=True))
+
+    def move(self, members: Sequence[int], owners: Mapping[int, tuple[int, ...]]) -> None:
+        """Apply the result of `replace_dead`, when the new owners have the state."""
+        self.members = members
+        self._owners = {**owners}
 
 @torch.no_grad()
 def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
@@ -77,15 +123,15 @@ def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
         return
     chunks = [[*split_chunks(tensors, CHUNK_BYTES)] for tensors in owned]
     for number in range(max(map(len, chunks))):
-        _pass_on([of_rank[number] if number < len(of_rank) else [] for of_rank in chunks], group.rank)
+        _pass_on([of_rank[number] if number < len(of_rank) else [] for of_rank in chunks], group)
 
 
-def _pass_on(chunks: Sequence[Sequence[Tensor]], rank: int) -> None:
+def _pass_on(chunks: Sequence[Sequence[Tensor]], group: Group) -> None:
     """Send a chunk of each rank along the ring."""
     opened = [*map(_open, chunks)]
-    for tensor, view in opened[rank][1]:
+    for tensor, view in opened[group.rank][1]:
         view.copy_(tensor)
-    for owner in pass_along_ring([data for data, _ in opened], rank):
+    for owner in pass_along_ring([data for data, _ in opened], group.rank, group.wait_for):
         for tensor, view in opened[owner][1]:
             tensor.copy_(view)
         increment_version(chunks[owner])
@@ -110,7 +156,7 @@ def _open(chunk: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]
 def compute_total_norm(params: Sequence[Tensor], norm_type: float, group: Group, ownership: Ownership | None) -> Tensor:
     """Return the norm of the gradients of parameters: the bits of `torch.nn.utils.get_total_norm`. On all ranks.
 
-    torch computes the norm of the norms of the gradients. Here the owner of each parameter computes the inner norm, and
+    torch computes the norm of the norms of the gradients. Here the owners of each parameter compute the inner norm, and
     all ranks the outer one, of the same numbers in the same order. The inner norm of a sharded gradient is computed
     from the whole one, which one rank gets: the bits of a sum of the shards' norms would depend on the number of ranks.
 
@@ -122,7 +168,7 @@ def compute_total_norm(params: Sequence[Tensor], norm_type: float, group: Group,
         whole = {i: grad for i, grad in grads.items() if not is_sharded(grad) and group.rank == 0}
         own = _exchange_shards({i: grad for i, grad in grads.items() if is_sharded(grad)}, group) | whole
     else:
-        own = {i: grad for i, grad in grads.items() if ownership.counts(params[i])}
+        own = {i: grad for i, grad in grads.items() if ownership.holds(params[i])}
     norms = dict[int, float]()
     for alike in _group(own):
         values: list[float] = torch.stack([*compute_norms([own[i] for i in alike], norm_type)]).tolist()
@@ -147,7 +193,8 @@ def _exchange_shards(grads: Mapping[int, Tensor], group: Group) -> dict[int, Ten
     sizes = {
         i: ceil(grad.shape[0] / world_size) * grad.shape[1:].numel() * grad.element_size() for i, grad in grads.items()
     }
-    owners = dict(zip(grads, choose_owners([*sizes.values()], world_size, {}), strict=True))
+    chosen = choose_owners([*sizes.values()], range(world_size), 1, {})
+    owners = {i: owner for i, (owner,) in zip(grads, chosen, strict=True)}
     shards = {i: get_local(grad).reshape(-1).view(torch.uint8) for i, grad in grads.items()}
     sent = torch.cat([pad(shards[i], (0, sizes[i] - len(shards[i]))) for i in sorted(grads, key=owners.__getitem__)])
     counts = [sum(sizes[i] for i in grads if owners[i] == rank) for rank in range(world_size)]

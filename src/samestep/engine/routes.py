@@ -37,7 +37,7 @@ class Space:
         new: allocates zeros of a shape, on the device.
         num_elements, dtype: of the bucket.
         layout, rank: which parts the ranks have.
-        owner: the one rank that gets the sum; None: all ranks get it.
+        owners: the ranks that get the sum; none: all ranks get it.
     """
 
     new: Callable[..., Tensor]
@@ -45,7 +45,12 @@ class Space:
     dtype: torch.dtype
     layout: Layout
     rank: int
-    owner: int | None = None
+    owners: Sequence[int] = ()
+
+    @property
+    def gets_sum(self) -> bool:
+        """Whether this rank gets the sum."""
+        return not self.owners or self.rank in self.owners
 
 
 class Route:
@@ -186,29 +191,30 @@ class Chunks(Route):
 
 
 class ToOwner(Route):
-    """Each rank sends its parts to the owner, which alone has memory for those of all ranks, and adds them."""
+    """Each rank sends its parts to the owners, which alone have memory for those of all ranks, and add them."""
 
     def __init__(self, space: Space) -> None:
         layout, rank, num_parts = space.layout, space.rank, space.layout.max_parts
-        self._is_owner = rank == space.owner
-        self._theirs = space.new(layout.world_size * num_parts if self._is_owner else 0, space.num_elements)
+        self._theirs = space.new(layout.world_size * num_parts if space.gets_sum else 0, space.num_elements)
         own = slice(rank * num_parts, (rank + 1) * num_parts)
-        self._whole = self._theirs[own] if self._is_owner else space.new(num_parts, space.num_elements)
+        self._whole = self._theirs[own] if space.gets_sum else space.new(num_parts, space.num_elements)
         parts = [*self._whole]
-        super().__init__(space, parts, self._theirs[layout.root] if self._is_owner else parts[0])
+        super().__init__(space, parts, self._theirs[layout.root] if space.gets_sum else parts[0])
 
     def run(self, tag: int) -> Messages:
-        layout, rank, owner = self.space.layout, self.space.rank, self.space.owner
+        layout, rank, gets_sum = self.space.layout, self.space.rank, self.space.gets_sum
         held = layout.parts[rank]
-        if self._is_owner:
+        sends = [(self._whole[: len(held)], owner) for owner in self.space.owners if held and owner != rank]
+        receives: list[tuple[Tensor, int]] = []
+        if gets_sum:
             rows = self._theirs.view(layout.world_size, layout.max_parts, -1)
             receives = [
                 (rows[peer, : len(parts)], peer) for peer, parts in enumerate(layout.parts) if parts and peer != rank
             ]
-            yield _exchange([], receives, tag)
+        if sends or receives:
+            yield _exchange(sends, receives, tag)
+        if gets_sum:
             add_parts(self._theirs, layout)
-        elif held and owner is not None:
-            yield _exchange([(self._whole[: len(held)], owner)], [], tag)
 
 
 class Staged(Route):
@@ -233,7 +239,7 @@ class Staged(Route):
         for mine, copy in zip(self.parts, self._host.parts, strict=True):
             copy.copy_(mine)
         yield from self._host.run(tag)
-        if self.space.owner in (None, self.space.rank):
+        if self.space.gets_sum:
             self.root.copy_(self._host.root)
 
 
@@ -263,7 +269,7 @@ class Aside(Route):
 def build_route(space: Space, control_bytes: int = 0, sockets: LocalSockets | None = None) -> Route:
     """Return the best route for a bucket, the same on every rank. `control_bytes`, `sockets`: for `AllGather`."""
     layout = space.layout
-    if space.owner is not None:
+    if space.owners:
         return ToOwner(space)
     num_bytes = space.num_elements * space.dtype.itemsize
     if num_bytes * layout.max_parts * layout.world_size <= GATHER_MAX_BYTES:
@@ -310,11 +316,14 @@ def _plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple
     return path
 
 
-def pass_along_ring(data: Sequence[Tensor], rank: int) -> Iterator[int]:
+def pass_along_ring(
+    data: Sequence[Tensor], rank: int, wait: Callable[[Sequence[Transfer]], None] = wait_for_messages
+) -> Iterator[int]:
     """Send each rank's bytes to the next rank, and from there on to all others.
 
     Args:
         data: on the CPU, per rank: memory for its bytes, which on the rank itself holds them. It may be empty.
+        wait: waits for messages.
 
     Yields:
         The other ranks, when their bytes have come.
@@ -325,11 +334,11 @@ def pass_along_ring(data: Sequence[Tensor], rank: int) -> Iterator[int]:
     receives = _list_works(dist.irecv(data[source], previous) for source in sources)
     sends = _list_works([dist.isend(data[rank], following)] if data[rank].numel() else [])
     for source, receive in zip(sources, receives, strict=True):
-        wait_for_messages([receive])
+        wait([receive])
         if source != following:
             sends += _list_works([dist.isend(data[source], following)])
         yield source
-    wait_for_messages(sends)
+    wait(sends)
 
 
 Counts = tuple[Sequence[int], Sequence[int]]

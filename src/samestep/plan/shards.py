@@ -5,6 +5,7 @@ The state is what a rank holds from step to step, with the gradients: parameters
 partial sums of a step with several micro-batches, and copies for snapshots.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,33 +54,68 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer_state + self.gathered_block
 
 
-def choose_owners(sizes: Sequence[int], world_size: int, chosen: Mapping[int, int]) -> list[int]:
-    """Return the rank that owns each tensor, so that the ranks own about the same number of bytes.
+def choose_owners(
+    sizes: Sequence[int], ranks: Sequence[int], copies: int, chosen: Mapping[int, Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Return the ranks that own each tensor, so that the ranks own about the same number of bytes.
 
-    Longest processing time first (Graham 1969, "Bounds on multiprocessing timing anomalies"): the largest tensor goes
-    to the rank with the fewest bytes, then the next one. No rank gets more than 4/3 of the best division's maximum.
-    Among equals, the first tensor and the first rank are taken, so the result depends on the arguments only.
+    The first owner is chosen as in longest processing time first (Graham 1969, "Bounds on multiprocessing timing
+    anomalies"): the largest tensor goes to the rank with the fewest bytes, then the next one. No rank gets more than
+    4/3 of the best division's maximum. Among equals, the first tensor and the first rank are taken, so the result
+    depends on the arguments only. The further owners are the ranks that follow the first one. So W pairs of ranks own
+    something alone, not all W (W - 1) / 2 of them.
 
     Args:
         sizes: bytes per tensor.
-        chosen: number of a tensor -> the rank that owns it already.
+        ranks: the numbers of the ranks, in their order.
+        copies: the number of owners of a tensor, if there are so many ranks.
+        chosen: number of a tensor -> the ranks that own it already, and stay its owners.
 
     Example::
 
-        >>> choose_owners([40, 10, 30, 20], 2, {})
-        [0, 0, 1, 1]
-        >>> choose_owners([40, 10, 30, 20, 50], 2, {0: 0, 1: 0, 2: 1, 3: 1})
-        [0, 0, 1, 1, 0]
+        >>> choose_owners([40, 10, 30, 20], range(2), 1, {})
+        [(0,), (0,), (1,), (1,)]
+        >>> choose_owners([40, 10, 30, 20, 50], range(2), 1, {0: [0], 1: [0], 2: [1], 3: [1]})
+        [(0,), (0,), (1,), (1,), (0,)]
+        >>> choose_owners([40, 10, 30, 20], range(3), 2, {})
+        [(0, 1), (2, 0), (1, 2), (2, 0)]
     """
-    owners = [chosen.get(i, 0) for i in range(len(sizes))]
-    loads = [0] * world_size
-    for i, owner in chosen.items():
-        loads[owner] += sizes[i]
+    owners = [tuple(chosen.get(i, ())) for i in range(len(sizes))]
+    loads = Counter[int]()
+    for i in chosen:
+        loads[owners[i][0]] += sizes[i]
     for i in sorted({*range(len(sizes))} - chosen.keys(), key=lambda i: (-sizes[i], i)):
-        owner = min(range(world_size), key=lambda rank: (loads[rank], rank))
-        owners[i] = owner
-        loads[owner] += sizes[i]
+        at = min(range(len(ranks)), key=lambda k: (loads[ranks[k]], k))
+        owners[i] = tuple(ranks[(at + k) % len(ranks)] for k in range(min(copies, len(ranks))))
+        loads[ranks[at]] += sizes[i]
     return owners
+
+
+def replace_owners(
+    sizes: Sequence[int], ranks: Sequence[int], copies: int, owners: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Return the owners of each tensor after ranks have died: those that live, and new ones in place of the others.
+
+    Args:
+        sizes, copies: as for `choose_owners`.
+        ranks: those that live.
+        owners: of each tensor before.
+
+    Example::
+
+        >>> replace_owners([40, 10, 30, 20], [0, 2, 3], 2, [(0, 1), (1, 2), (2, 3), (3, 0)])
+        [(0, 2), (2, 3), (2, 3), (3, 0)]
+    """
+    living = [tuple(rank for rank in of_one if rank in ranks) for of_one in owners]
+    loads = Counter[int]()
+    for size, of_one in zip(sizes, living, strict=True):
+        loads.update(dict.fromkeys(of_one, size))
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        while len(living[i]) < min(copies, len(ranks)):
+            added = min((rank for rank in ranks if rank not in living[i]), key=lambda rank: (loads[rank], rank))
+            living[i] = (*living[i], added)
+            loads[added] += sizes[i]
+    return living
 
 
 def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: int) -> RankMemory:
@@ -110,11 +146,11 @@ def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: in
     gradients = sum(each.gradient_bytes for each in sizes)
     if shard == "optimizer" and world_size > 1:
         trained = [each for each in sizes if each.gradient_bytes]
-        owned = [0] * world_size
-        owners = choose_owners([each.num_bytes for each in trained], world_size, {})
-        for each, owner in zip(trained, owners, strict=True):
+        owned = Counter[int]()
+        owners = choose_owners([each.num_bytes for each in trained], range(world_size), 1, {})
+        for each, (owner,) in zip(trained, owners, strict=True):
             owned[owner] += each.state_bytes + each.small_bytes
-        return RankMemory(parameters, gradients, max(owned))
+        return RankMemory(parameters, gradients, max(owned.values(), default=0))
     return RankMemory(parameters, gradients, sum(each.state_bytes + each.small_bytes for each in sizes))
 
 

@@ -30,6 +30,24 @@ Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape, strides
 
 
 @dataclass(frozen=True)
+class Share:
+    """What a rank stores of a state that the ranks divide.
+
+    Attributes:
+        is_mine: as in `encode`.
+        number: of this rank's part.
+        num_parts: of all ranks together. If a rank dies before all are written, they are no snapshot.
+    """
+
+    is_mine: Callable[[Tensor], bool] | None = None
+    number: int = 0
+    num_parts: int = 1
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
 class TrainingState:
     """The content of a snapshot. The tensors are those of the models and optimizers, not copies.
 
@@ -41,7 +59,7 @@ class TrainingState:
         replicated: parameters to compare over the ranks, by name; none if no comparison is due.
         compare: compares the checksums of these tensors over the ranks, and raises Error if they differ.
         same: tensors that are the same on all ranks.
-        is_mine: as in `encode`, if the ranks divide the state. `contents` then has what this rank stores.
+        share: what this rank stores, if the ranks divide the state. `contents` then has the tensors of this share.
     """
 
     contents: Mapping[str, Any]
@@ -51,7 +69,7 @@ class TrainingState:
     replicated: Sequence[tuple[str, Tensor]]
     compare: Callable[[Mapping[str, int]], None]
     same: Sequence[Tensor] = ()
-    is_mine: Callable[[Tensor], bool] | None = None
+    share: Share = WHOLE
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,7 @@ class SnapshotOrder:
         meta: see `RunDirectory.mark`.
         is_last: whether the loop ends here.
         drafts: the directories in which they are written, see `Store.begin`. Empty on ranks that do not write.
+        share: which part of the state this rank writes.
     """
 
     step: int
@@ -73,6 +92,7 @@ class SnapshotOrder:
     meta: Mapping[str, Any] = field(default_factory=dict)
     is_last: bool = False
     drafts: Sequence[str] = ()
+    share: Share = WHOLE
 
 
 class WriteDetector:

@@ -309,7 +309,7 @@ class Location:
         if self.path is None:
             return []
         store = Store(self.path)
-        return [store.prepare(draft, tensors, self.group.rank if self.is_divided else 0) for draft in order.drafts]
+        return [store.prepare(draft, tensors, order.share.number) for draft in order.drafts]
 
     def commit(self, order: SnapshotOrder, parts: Sequence[Extents]) -> None:
         """Complete the snapshots of an order that all ranks have prepared, and remove old ones, in any thread.
@@ -321,13 +321,12 @@ class Location:
             Error: another process has taken the run over.
             OSError: a disk is full or gone; older snapshots are unchanged.
         """
-        if self.directory is None or not order.drafts:  # or this rank has taken the run over since
+        if self.directory is None or not order.drafts or order.share.number:  # it may have taken the run over since
             return
         self.directory.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
-        num_parts = self.group.world_size if self.is_divided else 1
         for name, draft, own in zip(order.names, order.drafts, parts, strict=True):
             self.directory.store.commit(
-                draft, own, order.structure, step=order.step, name=name, meta=order.meta, num_parts=num_parts
+                draft, own, order.structure, step=order.step, name=name, meta=order.meta, num_parts=order.share.num_parts
             )
         try:
             self.directory.store.prune(self._config.keep_last)

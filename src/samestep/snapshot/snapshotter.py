@@ -169,6 +169,12 @@ class Writer:
             self._location.abort(self.order)
 
 
+def _refuse_loss(order: SnapshotOrder, name: str | None) -> None:
+    """Raise NotHealed if nothing writes a lost snapshot of an order again."""
+    if name is not None or order.is_last:
+        which = f"of step {order.step}" if name is None else f"{name} of step {order.step}"
+        raise NotHealed(f"the snapshot {which} is lost with the rank that was writing it")
+
 class Snapshotter:
     """Schedules and writes the snapshots of a run. In a run without a directory, it takes none.
 
@@ -227,9 +233,8 @@ class Snapshotter:
         written = {each.name: each.step for each in directory.store.snapshots() if each.problem is None}
         for order in self._recent:
             for name in order.names:
-                if written.get(name, -1) < order.step and (name is not None or order.is_last):
-                    which = f"of step {order.step}" if name is None else f"{name} of step {order.step}"
-                    raise NotHealed(f"the snapshot {which} is lost with the rank that was writing it")
+                if written.get(name, -1) < order.step:
+                    _refuse_loss(order, name)
         self.saved_step = written.get(None)
 
     # --- when -------------------------------------------------------------------------------------------------
@@ -307,7 +312,7 @@ class Snapshotter:
             self.saved_step = step
             self._saved_s = time.monotonic()
             self._is_wanted = False
-        order = SnapshotOrder(step, names, is_last=ending)
+        order = SnapshotOrder(step, names, is_last=ending, share=state.share)
         self._recent.append(order)
         self._begin(state, self._complete(order, state))
         if ending:
@@ -338,7 +343,7 @@ class Snapshotter:
         directory = self._location.directory
         try:
             if directory is not None:
-                structure, tensors = encode(state.contents, state.is_mine)
+                structure, tensors = encode(state.contents, state.share.is_mine)
                 meta = directory.mark(
                     epoch=state.contents["position"]["epoch"],
                     world_size=self._location.group.world_size,
@@ -346,7 +351,7 @@ class Snapshotter:
                 )
                 order = replace(order, structure=structure, tensors=tensors, meta=meta)
             elif self._location.is_divided:
-                _, tensors = encode({"objects": state.contents["objects"]}, state.is_mine)
+                _, tensors = encode({"objects": state.contents["objects"]}, state.share.is_mine)
                 order = replace(order, tensors=tensors)
         except OSError as error:
             self._report(order, error)
@@ -355,7 +360,7 @@ class Snapshotter:
             return self._location.align(order, state)
         except OSError as error:
             self._report(order, error)
-            return SnapshotOrder(order.step, is_last=order.is_last)
+            return SnapshotOrder(order.step, is_last=order.is_last, share=order.share)
 
     # --- write ------------------------------------------------------------------------------------------------
 
@@ -395,6 +400,8 @@ class Snapshotter:
             if writer.copy.has_failed:
                 writer.inspection.look_again()
             reports = self._gather((bool(writer.copy.torn), writer.inspection.find_infinite()))
+            if self._drop_if_lost(writer, len(reports)):
+                return
             if any(is_torn for is_torn, _ in reports):
                 writer.handle(Event.UNSOUND)
                 self._unstable |= {*writer.copy.torn}
@@ -413,6 +420,8 @@ class Snapshotter:
             return
         writer.prepared.wait()
         failures = self._gather("" if writer.failure is None else str(writer.failure) or repr(writer.failure))
+        if self._drop_if_lost(writer, len(failures)):
+            return
         failed = next((rank for rank, failure in enumerate(failures) if failure), None)
         writer.handle(Event.WRITTEN if failed is None else Event.FAILED)
         if failed is not None:
@@ -420,6 +429,24 @@ class Snapshotter:
                 writer.order,
                 OSError(f"{name_part(failed)} is missing: rank {failed} could not write it ({failures[failed]})"),
             )
+
+    def _drop_if_lost(self, writer: Writer, num_living: int) -> bool:
+        """Drop divided snapshots, and return True, if a rank has died before all had written their parts.
+
+        Args:
+            num_living: the number of ranks that have answered, the same on all of them.
+
+        Raises:
+            NotHealed: nothing writes such a snapshot again, see `take_over`.
+        """
+        order = writer.order
+        if num_living >= order.share.num_parts:
+            return False
+        writer.handle(Event.FAILED)
+        for name in order.names:
+            _refuse_loss(order, name)
+        self._report(order, OSError("a rank died before it had written its part"))
+        return True
 
     def wait_until_written(self) -> None:
         """Wait until all snapshots are written. All ranks call this. Errors as for `join_copy`."""

@@ -15,7 +15,7 @@ from samestep.config import OPTIONS, RunConfig
 from samestep.console import say
 from samestep.data.lanes import LanePosition, Lanes
 from samestep.engine.passes import MixedPrecision
-from samestep.errors import InvalidType, RunDirectoryError, UsageError
+from samestep.errors import InvalidType, InvalidValue, RunDirectoryError, UsageError
 from samestep.plan.loop_plan import LoopPlan
 from samestep.plan.tree import Layout, build_layout, check_numbers, default_micro_batch_size
 from samestep.snapshot.location import Location
@@ -377,7 +377,14 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
     if arguments["micro_batch_size"] is None:
         arguments["micro_batch_size"] = default_micro_batch_size(arguments["batch_size"])
     check_numbers(arguments["batch_size"], arguments["micro_batch_size"], environment.world_size, advise)
-    return RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
+    config = RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
+    if config.shard_copies > 1 and config.shard != "optimizer":
+        raise InvalidValue(
+            f"shard_copies={config.shard_copies} is for shard='optimizer', and shard is {config.shard!r}: set that, or leave "
+            "shard_copies out",
+            code="SS104",
+        )
+    return config
 
 
 def _choose_directory(environment: Environment, given: Any) -> Any:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from samestep.engine.ownership import Ownership, send_owned
 from samestep.engine.sharded_unit import ShardedModels, ShardedUnit
 from samestep.errors import InvalidValue, UsageError
-from samestep.snapshot.async_copy import Place, locate
+from samestep.snapshot.async_copy import Place, Share, locate
 from samestep.snapshot.serialization import SavedState, digest
 from samestep.torch_internals import (
     find_first_row,
@@ -58,6 +58,9 @@ class DividedState:
             optimizer.register_step_post_hook(self._count)
         finalize(self, observe_norms(partial(_refuse_norm, WeakSet(objects.optimizers.values()))))
 
+    def check_living(self) -> None:
+        """Raise NotHealed if a part of the state has died with ranks. By default, none has."""
+
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
         self._num_updates[optimizer] += 1
 
@@ -76,14 +79,16 @@ class DividedState:
 class DividedOptimizers(DividedState):
     """The prepared objects of a run whose optimizers' state is divided among the ranks.
 
+    Args:
+        copies: the number of ranks that hold the state of a parameter.
+
     Attributes:
         ownership: the owners of the parameters.
     """
 
-    def __init__(self, objects: Objects, group: Group) -> None:
+    def __init__(self, objects: Objects, group: Group, copies: int) -> None:
         super().__init__(objects, group)
-        self.ownership = Ownership(group.rank, group.world_size)
-        self._stored: dict[Place, int] = {}  # tensor -> the rank that stores it
+        self.ownership = Ownership(group, copies)
         for optimizer in objects.optimizers.values():
             optimizer.register_step_post_hook(self._send_updated)
 
@@ -97,31 +102,89 @@ class DividedOptimizers(DividedState):
                     code="SS606",
                 )
 
-    def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
-        """After an update on all ranks, copy each parameter from its owner to the other ranks."""
-        owned = self.ownership.list_owned(list_params(optimizer))
-        wait_for_call(self._group, Call.UPDATE)
-        send_owned([[param.detach() for param in params] for params in owned], self._group)
+    def check_living(self) -> None:
+        """Raise NotHealed if a part of the state has died with all of its owners."""
+        self.ownership.check()
 
-    def outline(self) -> dict[str, Any]:
+    def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
+        """After an update on all ranks, copy each parameter from its first owner to the other ranks."""
+        params = list_params(optimizer)
+
+        def send() -> None:
+            owned = self.ownership.list_owned(params)
+            send_owned([[param.detach() for param in of_rank] for of_rank in owned], self._group)
+
+        wait_for_call(self._group, Call.UPDATE)
+        self._group.complete(send, on_device=True)  # after a death again, from the other owner, which has updated, too
+
+    def copy_lost(self) -> None:
+        """Give each parameter that has lost an owner a new one, with a copy of its state. On all ranks.
+
+        Call it when no gradient waits for its update: the new owner does not have it.
+        """
+        members, owners, copied = self._group.complete(self._copy_lost)
+        self.ownership.move(members, owners)
+        for optimizer, param, state in copied:
+            optimizer.state[param] = state
+
+    def _copy_lost(self) -> tuple[Sequence[int], dict[int, tuple[int, ...]], list[tuple[Optimizer, Tensor, Any]]]:
+        """Send state to new owners. Returns the ranks, the owners of each parameter, and what has come to this rank."""
+        group = self._group
+        members = group.members
+        owners = self.ownership.replace_dead(members)
+        moves = [
+            (self._objects.optimizers[name], f"{name}.{path}", param, owners[id(param)])
+            for name, params in self._name_params().items()
+            for path, param in params.items()
+            if len(owners.get(id(param), ())) > 1 and owners[id(param)] != self.ownership.find(param)
+        ]
+        own = {
+            path: optimizer.state[param]
+            for optimizer, path, param, (source, _) in moves
+            if source == group.number and param in optimizer.state
+        }
+        outlines = dict[str, Any]()
+        for of_rank in group.gather({path: (_outline(state), _list_devices(state)) for path, state in own.items()}):
+            outlines |= of_rank
+        copied: list[tuple[Optimizer, Tensor, Any]] = []
+        for optimizer, path, param, (source, new) in moves:
+            if path in own:
+                group.send(list_tensors(own[path]), members.index(new))
+            elif path in outlines and new == group.number:
+                outline, devices = outlines[path]
+                copied.append((optimizer, param, self._receive(outline, devices, members.index(source))))
+        return members, owners, copied
+
+    def _receive(self, outline: Any, devices: Sequence[str], source: int) -> Any:
+        """Return the state of a parameter that a rank sends. `devices`: of its tensors."""
+        tensors = list_tensors(outline)
+        values = [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
+        self._group.receive(values, source)
+        placed = (
+            torch.empty_like(each, device=device).copy_(value)
+            for each, device, value in zip(tensors, devices, values, strict=True)
+        )
+        return tree_map_only(Tensor, lambda _: next(placed), outline)
+
+    def outline(self) -> tuple[dict[str, Any], Share]:
         """Return the objects' states, with tensors on the meta device for those of other ranks. On all ranks.
 
         Raises:
             InvalidValue: an optimizer was not called alike on all ranks.
         """
         of_ranks = self._exchange_outlines()
-        # A parameter is in the snapshot of its owner. They are equal on all ranks.
+        own = self._group.number
+        members = [*of_ranks]
+        # A parameter is in the snapshot of its first owner. They are equal on all ranks.
         params = [param for each in self._objects.optimizers.values() for param in list_params(each)]
-        self._stored = {locate(param): self.ownership.find(param) or 0 for param in params}
-        rank = self._group.rank
-        self._stored |= {locate(tensor): rank for tensor in list_tensors(of_ranks[rank])}
-        return self._merge(of_ranks)
+        stored: dict[Place | None, int] = {locate(param): self.ownership.find_first(param, members) for param in params}
+        stored |= {locate(tensor): own for tensor in list_tensors(of_ranks[own])}
 
-    def is_mine(self, tensor: Tensor) -> bool:
-        """Return whether this rank stores a tensor of the states that `outline` has described."""
-        if not tensor.numel():  # it has no memory to be known by
-            return self._group.rank == 0
-        return self._stored.get(locate(tensor), 0) == self._group.rank
+        def is_mine(tensor: Tensor) -> bool:
+            place = locate(tensor) if tensor.numel() else None  # an empty one has no memory to be known by
+            return stored.get(place, members[0]) == own
+
+        return self._merge([*of_ranks.values()]), Share(is_mine, members.index(own), len(members))
 
     def select(self, saved: SavedState) -> dict[str, Any]:
         """Return the objects' states in a snapshot, without those of other ranks' parameters."""
@@ -137,7 +200,7 @@ class DividedOptimizers(DividedState):
         )
         for name, params in updated.items():
             state = objects[name][STATE]
-            foreign = {path for path, param in params.items() if not self.ownership.counts(param)}
+            foreign = {path for path, param in params.items() if not self.ownership.holds(param)}
             objects[name] = {**objects[name], STATE: {path: state[path] for path in state if path not in foreign}}
         return objects
 
@@ -147,7 +210,7 @@ class DividedOptimizers(DividedState):
 
     def collect(self) -> dict[str, Any]:
         """Return the objects' states, on rank 0 with those of the other ranks' parameters. On all ranks."""
-        of_ranks = self._exchange_outlines()
+        of_ranks = [*self._exchange_outlines().values()]
         if self._group.rank == 0:
             for source in range(1, self._group.world_size):
                 of_ranks[source] = tree_map_only(
@@ -160,25 +223,35 @@ class DividedOptimizers(DividedState):
             of_ranks = [own]  # this rank has no values of the others
         return self._merge(of_ranks)
 
-    def _exchange_outlines(self) -> list[dict[str, dict[str, Any]]]:
-        """Return the states of each rank's parameters: optimizer -> parameter -> state. On all ranks.
+    def _exchange_outlines(self) -> dict[int, dict[str, dict[str, Any]]]:
+        """Return the states that each rank stores: rank, as numbered at the start -> optimizer -> parameter -> state.
 
-        Tensors of other ranks are on the meta device, unless they are empty.
+        Tensors of other ranks are on the meta device, unless they are empty. On all ranks.
         """
         self._check_alike()
+        named = self._name_params()
         own = {}
-        for name, params in self._name_params().items():
+        for name, params in named.items():
             states = self._objects.optimizers[name].state
             own[name] = {
                 path: states[param]
                 for path, param in params.items()
-                if param in states and self.ownership.counts(param)
+                if param in states and self.ownership.holds(param)
             }
-        of_ranks = self._group.gather(
-            tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, own)
-        )
-        of_ranks[self._group.rank] = own
-        return of_ranks
+        of_ranks = dict(self._group.gather((self._group.number, _outline(own))))  # ranks may have died since
+        of_ranks[self._group.number] = own
+        members = [*of_ranks]
+        return {
+            member: {
+                name: {
+                    path: state
+                    for path, state in states.items()
+                    if self.ownership.find_first(named[name][path], members) == member
+                }
+                for name, states in of_rank.items()
+            }
+            for member, of_rank in of_ranks.items()
+        }
 
     def _merge(self, of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
         """Return the objects' states with those of all ranks' parameters."""
@@ -189,6 +262,15 @@ class DividedOptimizers(DividedState):
                 merged |= of_rank[name]
             saved[name] = {**saved[name], STATE: {key: merged[key] for key in sorted(merged, key=str)}}
         return saved
+
+
+def _outline(states: Any) -> Any:
+    """Return states with their tensors on the meta device, unless they are empty."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, states)
+
+
+def _list_devices(state: Any) -> list[str]:
+    return [tensor.device.type for tensor in list_tensors(state)]
 
 
 def _refuse_norm(optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> None:
@@ -251,7 +333,7 @@ class ShardedState(DividedState):
 
         The other ranks, which have one whole tensor at a time, return empty ones.
         """
-        return tree_map(partial(_gather, is_kept=self._group.rank == 0), self.outline())  # type: ignore[no-any-return]
+        return tree_map(partial(_gather, is_kept=self._group.rank == 0), self.outline()[0])  # type: ignore[no-any-return]
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if an optimizer, with the settings that it has now, cannot be sharded."""
@@ -269,19 +351,17 @@ class ShardedState(DividedState):
                     code="SS606",
                 )
 
-    def outline(self) -> dict[str, Any]:
-        """Return the objects' states, with sharded tensors. On all ranks.
+    def outline(self) -> tuple[dict[str, Any], Share]:
+        """Return the objects' states, with sharded tensors, of which a rank stores its rows. On all ranks.
 
         Raises:
             InvalidValue: an optimizer was not called alike on all ranks.
         """
         self._check_alike()
         self.models.free_gathered()  # of a forward pass between two steps
-        return self._objects.save()
-
-    def is_mine(self, tensor: Tensor) -> bool:
-        """Return whether this rank stores a tensor, or its rows of it."""
-        return is_sharded(tensor) or self._group.rank == 0
+        rank = self._group.rank
+        share = Share(lambda tensor: is_sharded(tensor) or rank == 0, rank, self._group.world_size)
+        return self._objects.save(), share
 
     def select(self, saved: SavedState) -> dict[str, Any]:
         """Return the objects' states in a snapshot, with this rank's shards."""

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import Error, UsageError
 from samestep.hashing import hash_short
-from samestep.snapshot.async_copy import TrainingState
+from samestep.snapshot.async_copy import Share, TrainingState
 from samestep.torch_internals import get_local, is_sharded, read_version
 from samestep.train.context import RunContext
 from samestep.train.objects import Objects, list_params, list_tensors, strip_compiled
@@ -242,9 +242,9 @@ class ReplicaChecks:
         contents: Mapping[str, Any],
         notes: Mapping[str, Any],
         step: int,
-        is_mine: Callable[[Tensor], bool] | None,
+        share: Share,
     ) -> TrainingState:
-        """Return the content of a snapshot after `step` steps. `contents`, `notes`, `is_mine`: see `TrainingState`."""
+        """Return the content of a snapshot after `step` steps. `contents`, `notes`, `share`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         replicated = name_replicated(self._objects)
         stable = list_stable(self._objects)
@@ -256,7 +256,7 @@ class ReplicaChecks:
             replicated=[*replicated.items()] if is_due else [],
             compare=partial(self._compare, step),
             same=[*replicated.values()] if self._is_divided else stable,
-            is_mine=is_mine,
+            share=share,
         )
 
 

@@ -11,7 +11,7 @@ from samestep.engine.control import Vote
 from samestep.errors import Error, UsageError
 from samestep.launch.rank_reports import LoopState, report
 from samestep.plan.order import derive
-from samestep.snapshot.async_copy import TrainingState
+from samestep.snapshot.async_copy import WHOLE, TrainingState
 from samestep.train.context import LoopKind, MetricsTally, RunContext
 from samestep.train.feed import Feed
 from samestep.train.guards import Call, list_stable, wait_for_call
@@ -268,13 +268,13 @@ class Loop:
         epoch = self._plan.epoch_of(state.steps_done) if epochs_done is None else epochs_done
         position = state.build_position(epoch, self._feed.data, self._feed.gather_lanes())
         divided = prepared.divided if self._context.location.is_divided else None
-        objects = prepared.collect_states() if divided is None else divided.outline()
+        objects, share = (prepared.collect_states(), WHOLE) if divided is None else divided.outline()
         self._services.metrics.complete_checksums()
         return prepared.replicas.build_training_state(
             prepared.contents.build(position, state.script, objects),
             state.build_notes(),
             state.steps_done,
-            None if divided is None else divided.is_mine,
+            share,
         )
 
     # --- the end ----------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class RunMetrics(StepObserver):
             if is_divided:
                 self._last = own, step.result.checksums
             else:
-                step.result.checksums.append(own)
+                step.result.checksums.append(lambda: add_checksums([own()]))
         steps_done = step.number + 1
         self._is_logged = self._context.config.log_every.is_due(steps_done, self._plan.epochs_done(steps_done))
         if self._is_logged:

@@ -31,13 +31,15 @@ from samestep.processes import run_captured
 from samestep.snapshot.logs import Heal
 from samestep.train.context import LoopKind, RunContext
 from samestep.train.determinism import describe_machine, fix_compiler, keeping_generators
+from samestep.train.divided_state import DividedOptimizers
 from samestep.train.feed import Feed
 from samestep.train.guards import Call, wait_for_call
-from samestep.train.interception import Interceptor, LoopParts, measure_sizes
+from samestep.train.interception import LoopParts, measure_sizes
 from samestep.train.loop import Loop
 from samestep.train.loop_data import LoopData
+from samestep.train.lost_copies import LostCopies
 from samestep.train.prepared import Prepared
-from samestep.train.step import Observers, list_borrowed
+from samestep.train.step import Observers, StepObserver, list_borrowed
 from samestep.train.stopping import Services
 from samestep.version import __version__
 from samestep.watch.trackers import TrackerInfo
@@ -85,7 +87,7 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
     feed = Feed(context, data, borrow, has_steps=not is_ending)
     loop = Loop(context, prepared, services, feed, observers)
     services.watch(loop.conclude)
-    _begin_healing(context, feed, services, interceptors)
+    _begin_healing(context, feed, services, prepared)
     if not state.loop.is_past:
         prepared.misuse.begin_loop()
         if state.loop.kind is not LoopKind.FURTHER:
@@ -122,8 +124,12 @@ def _build_observers(data: LoopData, context: RunContext, prepared: Prepared, se
     )
     for interceptor in prepared.interceptors:
         interceptor.begin_loop(parts)
+    divided = prepared.divided
+    lost: list[StepObserver] = []
+    if isinstance(divided, DividedOptimizers) and context.config.shard_copies > 1:
+        lost.append(LostCopies(divided, prepared.parameters, services.metrics))
     return Observers(
-        [prepared.parameters, services.metrics, services.stopping, prepared.misuse, *prepared.interceptors],
+        [*lost, prepared.parameters, services.metrics, services.stopping, prepared.misuse, *prepared.interceptors],
         prepared.interceptors,
     )
 
@@ -155,15 +161,19 @@ def _announce(data: LoopData, context: RunContext, prepared: Prepared, *, is_end
     )
 
 
-def _begin_healing(context: RunContext, feed: Feed, services: Services, interceptors: Sequence[Interceptor]) -> None:
+def _begin_healing(context: RunContext, feed: Feed, services: Services, prepared: Prepared) -> None:
     """If the launcher was started with --heal, let the other ranks continue after the death of one, if they can."""
     environment = context.environment
     if not environment.heals or environment.world_size == 1:
         return
+    shard = context.config.shard
+    advice = "; shard_copies=2 would let the others continue" if shard == "optimizer" else ""
     problems = {
-        f'shard="{context.config.shard}" (a rank\'s part of the state dies with it)': context.config.shard is not None,
+        f'shard="{shard}" (a rank\'s part of the state dies with it{advice})': (
+            shard is not None and context.config.shard_copies == 1
+        ),
         "a run directory that the nodes do not share": context.location.is_replicated,
-        **{each.called: True for each in interceptors if not each.permits_healing},
+        **{each.called: True for each in prepared.interceptors if not each.permits_healing},
     }
     if problem := next((each for each, is_there in problems.items() if is_there), ""):
         context.group.refuse_healing()
@@ -172,11 +182,15 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, intercep
             "--max-restarts permits"
         )
     else:
-        context.group.begin_healing(environment, partial(_continue_without, context, feed, services))
+        context.group.begin_healing(environment, partial(_continue_without, context, feed, services, prepared))
 
 
-def _continue_without(context: RunContext, feed: Feed, services: Services, change: Change) -> None:
+def _continue_without(
+    context: RunContext, feed: Feed, services: Services, prepared: Prepared, change: Change
+) -> None:
     """Continue without ranks that have died, in the new group."""
+    if prepared.divided is not None:
+        prepared.divided.check_living()
     location = context.location
     steps_done = context.state.steps_done
     feed.divide_again()

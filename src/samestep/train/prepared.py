@@ -56,6 +56,10 @@ class TrainedParameters(StepObserver):
         self._updated: list[int] | None = None
         self.begin_pass()
 
+    def renew(self) -> None:
+        """Pass the parameters to `Gradients` again when the next pass begins."""
+        self._updated = None
+
     def begin_pass(self, step: Step | None = None) -> None:
         groups = chain.from_iterable(map(read_groups, self._optimizers))
         updated = [*map(id, chain.from_iterable(map(read_params, groups)))]
@@ -265,7 +269,7 @@ def prepare_objects(
             )
     divided: Divided | None = None
     if shard == "optimizer":
-        divided = DividedOptimizers(objects, group)
+        divided = DividedOptimizers(objects, group, config.shard_copies)
     elif shard == "fsdp2":
         refused = {
             **{each.called: True for each in interceptors if not each.permits_fsdp2},

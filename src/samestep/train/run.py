@@ -56,6 +56,8 @@ class Run:
             convolutions in TF32 on a GPU, and fp32 on the CPU.
         shard: what the ranks divide among themselves: "optimizer" (the optimizers' state) or "fsdp2" (parameters,
             gradients and state); see docs/parallelism.md. None: every rank keeps all of it.
+        shard_copies: with `shard="optimizer"`, how many ranks hold the state of each parameter. With 2, the others
+            continue after the death of one (`samestep launch --heal`), see docs/running.md.
         exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, at any number of ranks. This
             halves the bytes of their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
@@ -117,6 +119,7 @@ class Run:
         seed: int = 0,
         precision: Precision = "fp32",
         shard: Shard | None = None,
+        shard_copies: int = 1,
         exchange_dtype: ExchangeDtype | None = None,
         num_threads: int = 1,
         snapshot_every: int | str | None = "1epochs",

@@ -132,7 +132,7 @@ class Transport:
         return [rows[(rank - self.rank) % world_size].numpy() for rank in range(world_size)]
 
     def gather_number(self, number: int) -> list[int]:
-        """Return every rank's `number` (from 0 to 2**63 - 1), in rank order, on every rank. One exchange."""
+        """Return every rank's `number` (from 0 to 2**64 - 1), in rank order, on every rank. One exchange."""
         return self.complete(lambda: self._gather_number_now(number))
 
     def _gather_number_now(self, number: int) -> list[int]:
@@ -246,13 +246,13 @@ class Transport:
         """Send tensors of any dtypes and devices to one rank, which calls `receive`."""
         for tensor in tensors:
             if tensor.numel():
-                wait_for_messages([_begin(dist.isend, torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)])
+                self.wait_for([_begin(dist.isend, torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)])
 
     def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Overwrite contiguous tensors in host memory with those that a rank sends."""
         for tensor in tensors:
             if tensor.numel():
-                wait_for_messages([_begin(dist.irecv, torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), source)])
+                self.wait_for([_begin(dist.irecv, torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), source)])
 
     def needs_staging(self, device: torch.device) -> bool:
         """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""

@@ -390,6 +390,8 @@ class _Verification:
         overrides = {**self._overrides, "run_dir": run_dir}
         if setup.shard is not None:
             overrides["shard"] = setup.shard
+            if setup.shard != "optimizer":
+                overrides["shard_copies"] = 1
         command = self._target.to_full_command(setup.world_size, *flags)
         began_s = time.monotonic()
         code = run_traced(command, directory, interceptor, overrides, **options)
