@@ -308,7 +308,8 @@ class RunConfig:
     shard_copies: int = _declare(
         int,
         "N",
-        "how many ranks hold each part of the optimizers' state that shard divides; with 2, --heal continues after a death",
+        "how many ranks hold each part of the optimizers' state that shard divides; with 2, --heal continues after a "
+        "death",
         whole(1, 2),
     )
     exchange_dtype: ExchangeDtype | None = _declare(

@@ -32,9 +32,9 @@ from samestep.snapshot.store import Store
 from samestep.train.watchdog import Watchdog
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37  # 5 steps per epoch, the last one with 5 samples: 2 + 2 + 1
-# "exchanging", "updating", "sending": the last gradients of a step are about to be sent, the optimizer to update, a rank
-# to send or get updated parameters (`shard`). "writing", "committing": a rank is about to write its part of a snapshot of
-# this step, and rank 0 to make it visible. "worker": a DataLoader worker has read so many
+# "exchanging", "updating", "sending": the last gradients of a step are about to be sent, the optimizer to update, and a
+# rank to send or get updated parameters (`shard`). "writing", "committing": a rank is about to write its part of a
+# snapshot of this step, and rank 0 to make it visible. "worker": a DataLoader worker has read so many
 # samples. "regrouping": a rank has joined the group without a dead rank, and no heartbeat there; its step is 0.
 MOMENTS = (
     "forward", "exchanging", "updating", "sending", "validation", "writing", "committing", "worker", "regrouping"
@@ -87,7 +87,7 @@ class Faults:
     def watch(
         self, owner: Any, name: str, moment: str, find_step: Callable[..., int | None] = lambda *_, **__: None
     ) -> None:
-        """Make this rank reach a moment before each call of a function. `find_step`: gets the arguments, see `reach`."""
+        """Make this rank reach a moment before each call of a function. `find_step` gets the arguments."""
         method = getattr(owner, name)
 
         def reach_and_call(*arguments: Any, **more: Any) -> Any:

@@ -246,14 +246,14 @@ ADVICE = ": --max-restarts N starts again from the newest snapshot"
     ("flags", "reason"),
     [
         (["--check-compute-every", "5"], "--heal does not support check_compute_every"),
-        (["--shard", "optimizer"], '--heal does not support shard="optimizer" (a rank\'s part of the state dies with it; shard_copies=2 would let'),
+        (["--shard", "optimizer"], "dies with it; shard_copies=2 would let the others continue): if a rank dies, all"),
     ],
     ids=["check_compute_every", "shard"],
 )
 def test_what_it_does_not_support(trial: Trial, undisturbed: Undisturbed, flags: Sequence[str], reason: str) -> None:
     """The run prints so at its beginning. After a death all ranks start again."""
     started = trial.run("launch", 2, "kill rank 1 at step 7 in forward", "--heal", *flags, "--max-restarts", "1")
-    assert f"samestep: {reason}" in started.output
+    assert reason in started.output
     assert "samestep: the other ranks do not continue, because " in started.output
     assert len(read_restarts(trial.dir)) == 1
     assert trial.outcome() == undisturbed()

@@ -130,8 +130,9 @@ def plan(seed: int, focus: str = "") -> Scenario:
     """Return the scenario of a seed.
 
     Args:
-        focus: "" for any, "heal" (deaths that others survive), "twins" (the same, with a divided state), "background" (kills while the tensors of a snapshot are
-            copied), a kind of fault, or a kind and a label, such as "kill_all@os.rename".
+        focus: "" for any, "heal" (deaths that others survive), "twins" (the same, with a divided state), "background"
+            (kills while the tensors of a snapshot are copied), a kind of fault, or a kind and a label, such as
+            "kill_all@os.rename".
     """
     choose = random.Random(f"scenario {seed} {focus}")
     shard = {"heal": "none", "twins": "optimizer"}.get(focus) or choose.choice(("none", "none", "none", "optimizer"))

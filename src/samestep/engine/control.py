@@ -95,8 +95,7 @@ class Vote(NamedTuple):
         saving: what this rank does for a snapshot, a `Saving`.
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
-        checksum: of this rank's part of the previous gradient (`compute_checksum`), if gradients are divided among ranks;
-            else 0.
+        checksum: `compute_checksum` of this rank's part of the previous gradient, if the ranks divide it; else 0.
     """
 
     stop: int = 0

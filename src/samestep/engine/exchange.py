@@ -86,7 +86,8 @@ def build_buckets(
 ) -> list[Bucket]:
     """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward pass.
 
-    The parameters of a bucket have one dtype and device, and the same owners. `owners`, `exchange_dtype`: see `ReductionPlan`.
+    The parameters of a bucket have one dtype, one device and the same owners. `owners`, `exchange_dtype`: see
+    `ReductionPlan`.
     """
     groups: list[list[int]] = []
     open_groups: dict[tuple[Any, ...], list[int]] = {}

@@ -82,7 +82,7 @@ class Ownership:
         return not owners or self._group.number in owners
 
     def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return the trained ones of some parameters by first owner, in the order of `assign`: the same on all ranks."""
+        """Return the trained ones of some parameters by first owner, in the order of `assign`, as on all ranks."""
         wanted = {id(param) for param in params}
         members = self._group.members
         ranks = {owners: members.index(list_living(owners, members)[0]) for owners in {*self._owners.values()}}

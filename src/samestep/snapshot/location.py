@@ -321,7 +321,7 @@ class Location:
             Error: another process has taken the run over.
             OSError: a disk is full or gone; older snapshots are unchanged.
         """
-        if self.directory is None or not order.drafts or order.share.number:  # it may have taken the run over since
+        if self.directory is None or not order.drafts or order.share.number:  # perhaps it has taken over
             return
         self.directory.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
         for name, draft, own in zip(order.names, order.drafts, parts, strict=True):

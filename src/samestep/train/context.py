@@ -380,8 +380,8 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
     config = RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
     if config.shard_copies > 1 and config.shard != "optimizer":
         raise InvalidValue(
-            f"shard_copies={config.shard_copies} is for shard='optimizer', and shard is {config.shard!r}: set that, or leave "
-            "shard_copies out",
+            f"shard_copies={config.shard_copies} is for shard='optimizer', and shard is {config.shard!r}: set that, or "
+            "leave shard_copies out",
             code="SS104",
         )
     return config

@@ -333,7 +333,8 @@ class ShardedState(DividedState):
 
         The other ranks, which have one whole tensor at a time, return empty ones.
         """
-        return tree_map(partial(_gather, is_kept=self._group.rank == 0), self.outline()[0])  # type: ignore[no-any-return]
+        states, _ = self.outline()
+        return tree_map(partial(_gather, is_kept=self._group.rank == 0), states)  # type: ignore[no-any-return]
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if an optimizer, with the settings that it has now, cannot be sharded."""
