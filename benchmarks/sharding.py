@@ -1,13 +1,13 @@
 """What `shard` costs: memory, steps, snapshots and bytes between hosts, against stock FSDP2 and DDP.
 
 The transformer of reduction.py, one micro-batch per rank, AdamW, gloo ranks of 1 thread. samestep without `shard`, with
-"optimizer" (one copy of the state, or two) and with "fsdp2", the first and the last also with gradients rounded to bf16;
-torch's `fully_shard` and DDP in loops written by hand. Steps run in the same processes, in turns. Peak memory is
-measured in processes of their own, above what a process holds before it builds its model, in two ways: the high-water mark of resident memory
-(RSS), and the same with a mapping for each block of at least 64 KiB, which ends when the block is freed: the bytes of
-live tensors. A snapshot is written and waited for; a load is the time from nothing to a model that can train, on another
-number of ranks, against torch.distributed.checkpoint (DCP). `--hosts` puts the ranks on two hosts with a shaped link,
-and counts the bytes that each host sends. That needs root.
+"optimizer" (one copy of the state, or two) and with "fsdp2", the first and the last also with gradients rounded to
+bf16; torch's `fully_shard` and DDP in loops written by hand. Steps run in the same processes, in turns. Peak memory is
+measured in processes of their own, above what a process holds before it builds its model, in two ways: the high-water
+mark of resident memory (RSS), and the same with a mapping for each block of at least 64 KiB, which ends when the block
+is freed: the bytes of live tensors. A snapshot is written and waited for; a load is the time from nothing to a model
+that can train, on another number of ranks, against torch.distributed.checkpoint (DCP). `--hosts` puts the ranks on two
+hosts with a shaped link, and counts the bytes that each host sends. That needs root.
 """
 
 from __future__ import annotations

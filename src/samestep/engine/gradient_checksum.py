@@ -63,7 +63,7 @@ def add_checksums(checksums: Sequence[int]) -> int:
         True
     """
     joined = reduce(or_, checksums)
-    return (joined + (joined >> ROW_BITS)) % 2**ROW_BITS
+    return (joined + (joined >> ROW_BITS)) % (1 << ROW_BITS)
 
 
 def _join(numbers: Sequence[int], wait: Callable[[], Sequence[Tensor]]) -> int:

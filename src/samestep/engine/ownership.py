@@ -108,6 +108,7 @@ class Ownership:
         self.members = members
         self._owners = {**owners}
 
+
 @torch.no_grad()
 def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
     """Overwrite tensors on every rank with those of their owners. On all ranks.

@@ -326,7 +326,13 @@ class Location:
         self.directory.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
         for name, draft, own in zip(order.names, order.drafts, parts, strict=True):
             self.directory.store.commit(
-                draft, own, order.structure, step=order.step, name=name, meta=order.meta, num_parts=order.share.num_parts
+                draft,
+                own,
+                order.structure,
+                step=order.step,
+                name=name,
+                meta=order.meta,
+                num_parts=order.share.num_parts,
             )
         try:
             self.directory.store.prune(self._config.keep_last)

@@ -175,6 +175,7 @@ def _refuse_loss(order: SnapshotOrder, name: str | None) -> None:
         which = f"of step {order.step}" if name is None else f"{name} of step {order.step}"
         raise NotHealed(f"the snapshot {which} is lost with the rank that was writing it")
 
+
 class Snapshotter:
     """Schedules and writes the snapshots of a run. In a run without a directory, it takes none.
 

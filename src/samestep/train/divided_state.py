@@ -234,9 +234,7 @@ class DividedOptimizers(DividedState):
         for name, params in named.items():
             states = self._objects.optimizers[name].state
             own[name] = {
-                path: states[param]
-                for path, param in params.items()
-                if param in states and self.ownership.holds(param)
+                path: states[param] for path, param in params.items() if param in states and self.ownership.holds(param)
             }
         of_ranks = dict(self._group.gather((self._group.number, _outline(own))))  # ranks may have died since
         of_ranks[self._group.number] = own

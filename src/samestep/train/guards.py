@@ -1,6 +1,6 @@
 """Checks of a run while it trains: the script's calls, of optimizers and of the run, and the equality of the ranks."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any

@@ -185,9 +185,7 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, prepared
         context.group.begin_healing(environment, partial(_continue_without, context, feed, services, prepared))
 
 
-def _continue_without(
-    context: RunContext, feed: Feed, services: Services, prepared: Prepared, change: Change
-) -> None:
+def _continue_without(context: RunContext, feed: Feed, services: Services, prepared: Prepared, change: Change) -> None:
     """Continue without ranks that have died, in the new group."""
     if prepared.divided is not None:
         prepared.divided.check_living()
