@@ -417,6 +417,10 @@ PLANTED = (
         "            self._metrics.complete_checksums()", "            ", focus="twins",
     ),
     Planted(
+        "twins: the last record of a dead rank 0, which was not known yet, is lost", HEAL, "snapshot/run_directory.py",
+        "        self.waiting = kept.waiting\n", "", focus="twins",
+    ),
+    Planted(
         "twins: the checksums of both owners count", ONCE, "engine/gradient_checksum.py",
         "joined = reduce(or_, checksums)", "joined = sum(checksums)", focus="twins",
     ),

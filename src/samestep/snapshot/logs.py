@@ -106,24 +106,27 @@ class AppendLog:
 
 
 class StepRecords:
-    """Records finished steps. The record of the last one waits, since its gradient may not be computed yet."""
+    """Records finished steps. The record of the last one waits, since its gradient may not be computed yet.
 
-    _get_entry: Callable[[], Entry | None] | None = None
+    Attributes:
+        waiting: returns this record; None as long as it is not known.
+    """
+
+    waiting: Callable[[], Entry | None] | None = None
 
     def enter(self, get_entry: Callable[[], Entry | None]) -> None:
         """Record a finished step, at the next call or `record_last`.
 
         Args:
-            get_entry: returns the record; None if the run has ended before it was known.
+            get_entry: returns the record; None as long as it is not known.
         """
         self.record_last()
-        self._get_entry = get_entry
+        self.waiting = get_entry
 
     def record_last(self) -> None:
-        """Record a step that waits."""
-        get_entry = self._get_entry
-        self._get_entry = None
-        if get_entry is not None and (entry := get_entry()) is not None:
+        """Record a step that waits, if its record is known."""
+        if self.waiting is not None and (entry := self.waiting()) is not None:
+            self.waiting = None
             self._record(entry)
 
     def _record(self, entry: Entry) -> None:
@@ -214,9 +217,11 @@ class KeptLogs(StepRecords):
             OSError: they cannot be written.
         """
         self.record_last()
-        num_recorded = min(ledger.flush() // RECORD.size, steps_done)
-        missing = [record for step, record in self._records if num_recorded <= step < steps_done]
-        if len(missing) != steps_done - num_recorded:
+        # With divided gradients, the next exchange completes the last record.
+        num_known = steps_done - (self.waiting is not None)
+        num_recorded = min(ledger.flush() // RECORD.size, num_known)
+        missing = [record for step, record in self._records if num_recorded <= step < num_known]
+        if len(missing) != num_known - num_recorded:
             raise NotHealed("the ledger lacks steps that no other rank has kept")
         ledger.cut(num_recorded * RECORD.size)
         ledger.append(b"".join(missing))

@@ -264,6 +264,7 @@ class RunDirectory(StepRecords):
         """
         self.store.clean()
         kept.complete(*self._open_logs(), steps_done)
+        self.waiting = kept.waiting
         self._start = start
         for heal in kept.heals:
             self.write_heal(heal)
