@@ -394,10 +394,11 @@ PLANTED = (
     Planted(
         "twins: a new owner does not get the state", HEAL, "train/divided_state.py",
         "            optimizer.state[param] = state\n", "            pass\n", focus="twins",
+        scenario="seed=1 script=mlp shard=optimizer owners=2 every=5 steps=10 | 4 heal kill@900/0 kill@1900/1 | 2",
     ),
     Planted(
         "twins: the second owner drops the gradient", HEAL, "engine/exchange.py",
-        "            if route.space.gets_sum:\n", "            if route.space.rank in route.space.owners[:1]:\n",
+        "            if route.space.gets_sum:\n", "            if route.space.rank in (route.space.owners or [route.space.rank])[:1]:\n",
         focus="twins",
     ),
     Planted(
@@ -411,6 +412,7 @@ PLANTED = (
     Planted(
         "twins: ranks go by the deaths that they have noticed", HEAL, "train/lost_copies.py",
         "self._num_ranks < len(", "len(self._divided.ownership._group.members) < len(", focus="twins",
+        scenario="seed=7 script=mlp shard=optimizer owners=2 every=5 steps=5 | 3 heal kill@822/1 | 2",
     ),
     Planted(
         "twins: a new owner has no checksum of the last gradient", HEAL, "train/lost_copies.py",

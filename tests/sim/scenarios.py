@@ -18,7 +18,7 @@ LABELS = (
     "send.wait", "isend", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
 )  # fmt: skip
 STEPS_PER_EPOCH = 5  # of all scripts
-HEALING = {"heal": 150, "twins": 600}  # focus -> the points from one death to the next, at most
+HEALING = {"heal": 150, "twins": 1500}  # focus -> the points from one death to the next, at most
 NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
 _FAULT = re.compile(r"(\w+)@([\w.]+)(?:#(\d+))?(?:/(\d+))?(?:\+([\d.]+))?")
 
@@ -196,5 +196,11 @@ PINNED: dict[str, str] = {
     ),
     "a batch that an earlier pass has changed in place is taken for a new one": (
         "seed=1 script=passes every=2 steps=5 | 3 heal kill@635/1 | 1"
+    ),
+    "rank 0 dies before the ranks have completed the record of its last step, whose gradient is divided": (
+        "seed=30008 script=batchnorm shard=optimizer owners=2 every=2 steps=7 copies=background | 5 heal kill@2134 | 3"
+    ),
+    "an owner of the state dies, and later the one that had the other copy": (
+        "seed=1 script=mlp shard=optimizer owners=2 every=5 steps=10 | 4 heal kill@900/0 kill@1900/1 | 2"
     ),
 }
