@@ -398,7 +398,8 @@ PLANTED = (
     ),
     Planted(
         "twins: the second owner drops the gradient", HEAL, "engine/exchange.py",
-        "            if route.space.gets_sum:\n", "            if route.space.rank in (route.space.owners or [route.space.rank])[:1]:\n",
+        "            if route.space.gets_sum:\n",
+        "            if route.space.rank in (route.space.owners or [route.space.rank])[:1]:\n",
         focus="twins",
     ),
     Planted(
@@ -429,7 +430,7 @@ PLANTED = (
     Planted(
         "twins: a rank contributes only what it would store", HEAL, "train/divided_state.py",
         "if param in states and self.ownership.holds(param)",
-        "if param in states and self.ownership.find_first(param, self._group.members) == self._group.number",
+        "if self.ownership.find_first(param, self._group.members) == self._group.number",
         focus="twins",
     ),
 )  # fmt: skip
