@@ -191,30 +191,40 @@ class Chunks(Route):
 
 
 class ToOwner(Route):
-    """Each rank sends its parts to the owners, which alone have memory for those of all ranks, and add them."""
+    """Each rank sends its parts to the first owner, which alone has memory for those of all ranks, and adds them.
+
+    It sends the sum to the other owners: if each of them added the parts, too, their memory would exceed the state that
+    a rank saves.
+    """
 
     def __init__(self, space: Space) -> None:
         layout, rank, num_parts = space.layout, space.rank, space.layout.max_parts
-        self._theirs = space.new(layout.world_size * num_parts if space.gets_sum else 0, space.num_elements)
+        self._is_first = rank == space.owners[0]
+        self._theirs = space.new(layout.world_size * num_parts if self._is_first else 0, space.num_elements)
         own = slice(rank * num_parts, (rank + 1) * num_parts)
-        self._whole = self._theirs[own] if space.gets_sum else space.new(num_parts, space.num_elements)
+        self._whole = self._theirs[own] if self._is_first else space.new(num_parts, space.num_elements)
         parts = [*self._whole]
-        super().__init__(space, parts, self._theirs[layout.root] if space.gets_sum else parts[0])
+        super().__init__(space, parts, self._theirs[layout.root] if self._is_first else parts[0])
+        self.has_rounds = len(space.owners) > 1
 
     def run(self, tag: int) -> Messages:
-        layout, rank, gets_sum = self.space.layout, self.space.rank, self.space.gets_sum
+        layout, rank = self.space.layout, self.space.rank
+        first, *others = self.space.owners
         held = layout.parts[rank]
-        sends = [(self._whole[: len(held)], owner) for owner in self.space.owners if held and owner != rank]
-        receives: list[tuple[Tensor, int]] = []
-        if gets_sum:
+        if self._is_first:
             rows = self._theirs.view(layout.world_size, layout.max_parts, -1)
             receives = [
                 (rows[peer, : len(parts)], peer) for peer, parts in enumerate(layout.parts) if parts and peer != rank
             ]
-        if sends or receives:
-            yield _exchange(sends, receives, tag)
-        if gets_sum:
+            yield _exchange([], receives, tag)
             add_parts(self._theirs, layout)
+            if others:
+                yield _exchange([(self.root, other) for other in others], [], tag)
+        else:
+            if held:
+                yield _exchange([(self._whole[: len(held)], first)], [], tag)
+            if rank in others:
+                yield _exchange([], [(self.root, first)], tag)
 
 
 class Staged(Route):
