@@ -416,21 +416,11 @@ PLANTED = (
         scenario="seed=7 script=mlp shard=optimizer owners=2 every=5 steps=5 | 3 heal kill@822/1 | 2",
     ),
     Planted(
-        "twins: a new owner has no checksum of the last gradient", HEAL, "train/lost_copies.py",
-        "            self._metrics.complete_checksums()", "            ", focus="twins",
-    ),
-    Planted(
         "twins: the last record of a dead rank 0, which was not known yet, is lost", HEAL, "snapshot/run_directory.py",
         "        self.waiting = kept.waiting\n", "", focus="twins",
     ),
     Planted(
         "twins: the checksums of both owners count", ONCE, "engine/gradient_checksum.py",
         "joined = reduce(or_, checksums)", "joined = sum(checksums)", focus="twins",
-    ),
-    Planted(
-        "twins: a rank contributes only what it would store", HEAL, "train/divided_state.py",
-        "if param in states and self.ownership.holds(param)",
-        "if self.ownership.find_first(param, self._group.members) == self._group.number",
-        focus="twins",
     ),
 )  # fmt: skip
