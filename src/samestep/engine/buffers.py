@@ -63,6 +63,7 @@ class _Buffer:
         self.leader = self
         self._is_uncounted = False  # its version does not count all changes
         self.hold()
+        self._is_elsewhere = self.tensor.is_meta
 
     def _read(self) -> Tensor:
         tensor = self._held_by.get(self._name)
@@ -77,13 +78,15 @@ class _Buffer:
         self._version = read_version(self.tensor)
 
     def is_changed(self, *, compares: bool) -> bool:
-        """Return whether it was written or replaced.
+        """Return whether it was written or replaced. One of another rank (on the meta device) never is.
 
         The version of a tensor counts writes, but not those through `.data`.
 
         Args:
             compares: whether to compare the values, too.
         """
+        if self._is_elsewhere:
+            return False
         if self._held_by.get(self._name) is not self.tensor or read_version(self.tensor) != self._version:
             return True
         if not (compares or self._is_uncounted) or torch.equal(self.tensor, self.start):
@@ -238,18 +241,18 @@ class Buffers:
         if active := {*changed} - {*self._active}:
             self._use(sorted(active.union(self._active)))
         rows: list[Grads] = [[values.get(k) for k in self._active] for values in self._values]
-        partial_sums = PartialSums(self._layout, self._group.rank)
+        partial_sums = PartialSums(self._layout, self._group.replica)
         for v, row in zip(partial_sums.held[:-1], rows, strict=False):
             partial_sums.fold(v, row)
         if self._layout.world_size == 1:
             sums = partial_sums.complete(rows[-1])
         else:
             exchange = self.plan.begin_exchange(partial_sums)
-            for i, value in enumerate(rows[-1] if rows else ()):
-                exchange.pack(i, value)
+            for i in self.plan.bucket_of if rows else ():
+                exchange.pack(i, rows[-1][i])
             _, sums = exchange.finish(Control(Vote()))
-        totals = dict(zip(self._active, sums, strict=True))
-        return [(k, _finish(totals[k], counts[k], self.followed[k].start)) for k in changed]
+        totals = {k: total for k, total in zip(self._active, sums, strict=True) if total is not None}
+        return [(k, _finish(totals[k], counts[k], self.followed[k].start)) for k in changed if k in totals]
 
     def finish(self, values: Sequence[tuple[int, Tensor]]) -> None:
         """Give buffers the new values."""
@@ -271,9 +274,8 @@ def _widen(tensor: Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def _finish(total: Tensor | None, count: int, like: Tensor) -> Tensor:
+def _finish(total: Tensor, count: int, like: Tensor) -> Tensor:
     """Return the new value of a buffer, from the sum over all ranks."""
-    assert total is not None
     mean = total / count
     is_whole = not (like.is_floating_point() or like.is_complex() or like.dtype is torch.bool)
     return (mean.round() if is_whole else mean).to(like.dtype)

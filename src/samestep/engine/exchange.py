@@ -24,13 +24,14 @@ from samestep.engine.routes import (
     wait_all,
 )
 from samestep.engine.sharded_unit import ShardedModels
-from samestep.plan.tree import Layout
+from samestep.plan.tree import Layout, repeat_ranks
 from samestep.torch_internals import count_storage_uses, get_storage
 from samestep.world.group import Group
 
 LEAST_BUCKET_BYTES = 1 << 20
 MAX_BUCKET_BYTES = 25 << 20
 NUM_BUCKETS = 16  # approximately, between hosts
+CONTROL_TAG = (1 << 20) - 1  # of the control blocks: ranks with other parameters have other numbers of buckets
 
 
 class Bucket:
@@ -136,6 +137,7 @@ class ReductionPlan:
         names, params: of the trained parameters.
         all: the parameters with those that no optimizer holds.
         is_divided: whether each rank gets the sums of some parameters only, or of a slice of each.
+        counted: the parameters whose gradients this rank adds to sums over all ranks, such as a checksum.
         strides: per parameter, the strides of its sum.
         buckets: in the order in which they are exchanged.
         bucket_of: per parameter, the number of its bucket.
@@ -158,7 +160,9 @@ class ReductionPlan:
         self.untrained = untrained
         self.all = [*self.params, *untrained]
         self.models = models
-        self.is_divided = owners is not None or models is not None
+        has_parts = group.ranks_per_replica > 1
+        self.is_divided = owners is not None or models is not None or has_parts
+        self.counted = [] if has_parts and group.replica else self.params
         self.exchange_dtype = exchange_dtype
         self.narrow: Callable[[list[Any]], list[Any]] = list  # which costs no call in Python
         if exchange_dtype is not None:
@@ -166,7 +170,8 @@ class ReductionPlan:
         in_buckets = self.params if models is None else []
         self.strides = [*map(_find_strides, in_buckets)]
         cap_bytes = choose_cap_bytes(self.params, one_host=group.is_on_one_host)
-        self.buckets = build_buckets(in_buckets, owners or [()] * len(in_buckets), exchange_dtype, cap_bytes)
+        buckets = build_buckets(in_buckets, owners or [()] * len(in_buckets), exchange_dtype, cap_bytes)
+        self.buckets = [bucket for bucket in buckets if bucket.device.type != "meta"]  # parameters of other ranks
         self.bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket.indices}
         self.guard = ParameterGuard(self.names, self.params)
         self.group = group
@@ -213,23 +218,25 @@ class Exchange:
 
     def __init__(self, plan: ReductionPlan, layout: Layout, num_buffers: int = 0, num_names: int = 0) -> None:
         self._plan = plan
-        self._layout = layout
         self._group = group = plan.group
+        self._told = repeat_ranks(layout, group.ranks_per_replica)  # the ranks that get the control blocks: all
         self._form = ControlFormat(layout, len(plan.params), num_buffers, num_names)
         self.routes: list[Route] = []  # of the buckets; the last one, which may have no bucket, has the control blocks
         self._views: list[Sequence[Tensor]] = [()] * len(plan.params)  # slices of this rank's partial sums
         self._totals: dict[int, Tensor] = {}  # number of a parameter whose sum this rank gets -> its slice
         control_bytes = self._form.size_bytes
+        last = plan.buckets[-1] if plan.buckets and self._told is layout else None
         for bucket in plan.buckets:
-            route = _build_bucket_route(bucket, layout, group, control_bytes if bucket is plan.buckets[-1] else 0)
+            route = _build_bucket_route(bucket, layout, group, control_bytes if bucket is last else 0)
             self.routes.append(route)
             for i, *slices in zip(bucket.indices, *map(bucket.view, route.parts), strict=True):
                 self._views[i] = slices
             if route.space.gets_sum:
                 self._totals |= zip(bucket.indices, bucket.view(route.root), strict=True)
         if not self.routes or not self.routes[-1].blocks:
-            space = Space(torch.zeros, 0, torch.uint8, layout, group.rank)
+            space = Space(torch.zeros, 0, torch.uint8, self._told, group.rank)
             self.routes.append(AllGather(space, control_bytes, group.local_sockets))
+        self._tags = [*range(len(self.routes) - 1), CONTROL_TAG]
         self._num_uses = self._count_uses()  # by this object; any further one is the script's
 
     def begin(self, partial_sums: PartialSums) -> None:
@@ -242,7 +249,7 @@ class Exchange:
         self._pending: list[PendingOp] = []
         self._failure: RuntimeError | None = None  # of `begin` or `send`; `finish` raises it
         try:
-            for tag, route in enumerate(self.routes):
+            for tag, route in zip(self._tags, self.routes, strict=True):
                 route.expect(tag)
         except RuntimeError as error:
             self._failure = error
@@ -285,7 +292,7 @@ class Exchange:
             for i in self._plan.buckets[number].indices:
                 if not self._packed[i]:
                     self.pack(i, None)
-        self._pending.append(PendingOp(self.routes[number].run(tag=number), self._group.wait_for))
+        self._pending.append(PendingOp(self.routes[number].run(self._tags[number]), self._group.wait_for))
         # At this fixed point, so that all ranks issue their messages in the same order.
         if number and self.routes[number - 1].has_rounds:
             self._pending[number - 1].advance()
@@ -309,7 +316,7 @@ class Exchange:
         del self._partial_sums
         controls = [
             control if each == rank else self._form.unpack_from(block, len(held))
-            for each, (block, held) in enumerate(zip(blocks, self._layout.ranges, strict=True))
+            for each, (block, held) in enumerate(zip(blocks, self._told.ranges, strict=True))
         ]
         sums: Grads = [None] * len(self._plan.params)
         for i, total in self._totals.items():
@@ -333,12 +340,13 @@ def _build_bucket_route(bucket: Bucket, layout: Layout, group: Group, control_by
             block stays in host memory, because only the host reads it.
     """
     is_on_gpu = bucket.device.type == "cuda"
-    is_staged = group.needs_staging(bucket.device)
+    # NCCL gathers the rows of all ranks.
+    is_staged = group.needs_staging(bucket.device) or (is_on_gpu and group.ranks_per_replica > 1)
     on_device = partial(torch.zeros, dtype=bucket.dtype, device=bucket.device)
     on_host = partial(torch.zeros, dtype=bucket.dtype, pin_memory=is_on_gpu)
     new = on_host if is_staged else on_device
     owners = [group.members.index(each) for each in list_living(bucket.owners, group.members)]
-    space = Space(new, bucket.num_elements, bucket.dtype, layout, group.rank, owners)
+    space = Space(new, bucket.num_elements, bucket.dtype, layout, group.replica, owners, group.peers)
     route = build_route(space, control_bytes if is_staged or not is_on_gpu else 0, group.local_sockets)
     if is_staged:
         return Staged(route, on_device)

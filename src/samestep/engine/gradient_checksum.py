@@ -21,19 +21,20 @@ from samestep.torch_internals import find_first_row, get_local, is_sharded
 NUM_ROWS = 2
 ROW_BITS = 32
 ROW_ELEMENTS = 1024  # of a longer row, only so many are read
+_compute_crc: Callable[[Any], int] = zlib.crc32  # noqa: TID251 as BLAKE2b takes four times as long
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread evenly (Knuth, vol. 3, 6.4)
 
 
-def compute_checksum(grads: Sequence[Tensor | None], step: int) -> Callable[[], int]:
+def compute_checksum(grads: Sequence[Tensor | None], step: int, *, is_divided: bool = False) -> Callable[[], int]:
     """Read the rows of a step. Call it before the gradients change.
-
-    A row that is on no rank, or on several, counts as one: `add_checksums` combines the results of all ranks.
 
     Args:
         grads: per parameter; None for an absent one, or one that another rank has.
+        is_divided: whether other ranks have other gradients. A row that is on several ranks counts as one.
 
     Returns:
-        A function that returns the checksums of the rows (CRC-32), each in 32 bits. It waits for a GPU.
+        A function that returns the checksum of the rows: the sum of their CRC-32. If the gradients are divided, it
+        returns the checksums of this rank's rows instead, each in 32 bits, for `add_checksums`. It waits for a GPU.
     """
     rows: dict[int, Tensor] = {}
     num_params = len(grads)
@@ -49,11 +50,12 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int) -> Callable[[], 
             whole = get_local(whole)
         if 0 <= row < whole.shape[0]:
             rows[k] = whole.select(0, row).reshape(-1)[:ROW_ELEMENTS].clone().view(torch.uint8)
-    return partial(_join, [*rows], copy_to_host(rows.values()))
+    wait = copy_to_host(rows.values())
+    return partial(_join, [*rows], wait) if is_divided else partial(_sum_up, wait)
 
 
 def add_checksums(checksums: Sequence[int]) -> int:
-    """Return the checksum of a step, from what `compute_checksum` gives on each rank: the sum over the rows.
+    """Return the checksum of a step whose gradients are divided, from what `compute_checksum` gives on each rank.
 
     Ranks that have the same row have the same bits, and the others have 0 in its place.
 
@@ -66,7 +68,10 @@ def add_checksums(checksums: Sequence[int]) -> int:
     return (joined + (joined >> ROW_BITS)) % (1 << ROW_BITS)
 
 
+def _sum_up(wait: Callable[[], Sequence[Tensor]]) -> int:
+    return sum(map(_compute_crc, map(Tensor.numpy, wait()))) % (1 << ROW_BITS)
+
+
 def _join(numbers: Sequence[int], wait: Callable[[], Sequence[Tensor]]) -> int:
-    rows: Any = map(Tensor.numpy, wait())
-    checksums = map(zlib.crc32, rows)  # noqa: TID251 as BLAKE2b takes four times as long
+    checksums = map(_compute_crc, map(Tensor.numpy, wait()))
     return sum(checksum << ROW_BITS * k for k, checksum in zip(numbers, checksums, strict=True))

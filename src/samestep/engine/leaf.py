@@ -28,6 +28,7 @@ from samestep.torch_internals import (
 )
 
 Grads = list[Tensor | None]
+RunBackward = Callable[[Sequence[Tensor], Any, float | Tensor], None]  # parameters, loss, factor of the loss
 NONE = repeat(None)
 
 read_grad: Callable[[Tensor], Tensor | None] = attrgetter("grad")

@@ -59,8 +59,11 @@ class Ownership:
         self._owners: dict[int, tuple[int, ...]] = {}
         self.members = group.members
 
-    def assign(self, params: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
-        """Return the owners of the trained parameters. Those that have some keep them, and with them their state."""
+    def assign(self, params: Sequence[nn.Parameter]) -> list[tuple[int, ...]] | None:
+        """Return the owners of the trained parameters. Those that have some keep them, and with them their state.
+
+        None: all ranks that hold a parameter get its gradient.
+        """
         chosen = {i: self._owners[id(param)] for i, param in enumerate(params) if id(param) in self._owners}
         owners = choose_owners([param.nbytes for param in params], self.members, self._copies, chosen)
         for param, of_one in zip(params, owners, strict=True):
@@ -107,6 +110,24 @@ class Ownership:
         """Apply the result of `replace_dead`, when the new owners have the state."""
         self.members = members
         self._owners = {**owners}
+
+
+class StageOwnership(Ownership):
+    """Each parameter of a pipeline is owned by the rank of the first replica that holds its stage.
+
+    All ranks that hold it get its gradient and update it. Sums over ranks and snapshots have it once.
+
+    Args:
+        owners: per parameter.
+    """
+
+    def __init__(self, group: Group, owners: Mapping[nn.Parameter, int]) -> None:
+        super().__init__(group)
+        self._params = {id(param): param for param in owners}
+        self._owners = {id(param): (owner,) for param, owner in owners.items()}
+
+    def assign(self, params: Sequence[nn.Parameter]) -> None:
+        """Leave all gradients where they are."""
 
 
 @torch.no_grad()
@@ -177,8 +198,11 @@ def compute_total_norm(params: Sequence[Tensor], norm_type: float, group: Group,
     found = dict(sorted(pair for of_rank in group.gather([*norms.items()]) for pair in of_rank))
     if not found:
         return torch.tensor(0.0)
+    # Parameters of other ranks are on the meta device.
     local = {i: get_local(params[i]) for i in found}
-    device = params[min(found)].device
+    if any(each.is_meta for each in local.values()):
+        local = {i: torch.empty(0, dtype=each.dtype, device=group.device) for i, each in local.items()}
+    device = local[min(found)].device
     rows = [
         torch.tensor([found[i] for i in alike], dtype=params[alike[0]].dtype, device=device) for alike in _group(local)
     ]

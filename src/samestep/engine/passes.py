@@ -4,13 +4,13 @@ With float16, losses are scaled, and a gradient that has overflowed is not used.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
 from operator import or_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from samestep.engine.control import (
     find_logged,
 )
 from samestep.engine.exchange import ReductionPlan
-from samestep.engine.leaf import Grads, PartialSums, average, drop_grads
+from samestep.engine.leaf import Grads, PartialSums, RunBackward, average, drop_grads, run_backward_alone
 from samestep.engine.ownership import Ownership
 from samestep.engine.sharded_sum import ShardedSum
 from samestep.engine.sharded_unit import ShardedModels
@@ -106,6 +106,16 @@ class MixedPrecision:
             self._good_steps = state["good_steps"]
 
 
+class TiedParameters(Protocol):
+    """Parameters that are used in several parts of a model, whose gradients are summed apart."""
+
+    def split(self, trained: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+        """Return the trained parameters, with one for each part in place of such a parameter."""
+
+    def merge(self) -> None:
+        """Leave the sum of the gradients of its parts in the gradient of each parameter."""
+
+
 @dataclass(eq=False)
 class Gradients:
     """Averages the gradients of the models of one run, and what all passes have in common.
@@ -117,6 +127,8 @@ class Gradients:
         micro_batch_size: samples of a whole micro-batch.
         models: the models, if their parameters are sharded.
         exchange_dtype: see `ReductionPlan`.
+        run_backward: see `TreeSum`.
+        tied: the parameters of which several gradients are summed apart, and added at the end of a pass; None: none.
 
     Attributes:
         ownership: the rank that gets each parameter's gradient; None: all ranks get all gradients.
@@ -132,6 +144,8 @@ class Gradients:
     ownership: Ownership | None = None
     models: ShardedModels | None = None
     exchange_dtype: torch.dtype | None = None
+    run_backward: RunBackward = run_backward_alone
+    tied: TiedParameters | None = None
 
     def __post_init__(self) -> None:
         self.buffers = Buffers(self.modules, self.group)
@@ -140,6 +154,8 @@ class Gradients:
 
     def set_parameters(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on. Arguments as for `ReductionPlan`."""
+        if self.tied is not None:
+            trained = self.tied.split(trained)
         self.plan = ReductionPlan(
             trained,
             self.group,
@@ -225,9 +241,10 @@ class PassAttempt:
     """
 
     def __init__(self, gradients: Gradients, step: int, sizes: Sequence[int], number: int) -> None:
-        rank = gradients.group.rank
+        group = gradients.group
+        rank = group.replica
         plan = gradients.plan
-        layout = build_layout(len(sizes), gradients.group.world_size, plan.models is not None)
+        layout = build_layout(len(sizes), group.num_replicas, plan.models is not None)
         self.held = layout.ranges[rank]
         self.fillers = layout.fillers[rank]
         self._gradients = gradients
@@ -242,12 +259,15 @@ class PassAttempt:
         gradients.buffers.begin(layout)
         partial_sums = PartialSums(layout, rank)
         self._sum: TreeSum | ShardedSum
-        if layout.world_size == 1:
-            self._sum = TreeSum(plan, partial_sums, None)
+        if group.world_size == 1:
+            self._sum = TreeSum(plan, partial_sums, None, gradients.run_backward)
         else:
             num_buffers, num_names = len(gradients.buffers.followed), len(gradients.logged_names)
             exchange = plan.begin_exchange(partial_sums, num_buffers, num_names)
-            self._sum = (TreeSum if plan.models is None else ShardedSum)(plan, partial_sums, exchange)
+            if plan.models is None:
+                self._sum = TreeSum(plan, partial_sums, exchange, gradients.run_backward)
+            else:
+                self._sum = ShardedSum(plan, partial_sums, exchange)
         self.failure: UsageError | None = None
 
     def release(self) -> None:
@@ -280,6 +300,20 @@ class PassAttempt:
                 code="SS202",
             )
             raise
+
+    def pass_back(self, v: int) -> float:
+        """Run the backward of micro-batch v from what another rank has computed of it. See `backward`."""
+        assert isinstance(self._sum, TreeSum)
+        return self._sum.backward(v, None, 1.0, None)
+
+    def end_forward(self) -> None:
+        """End the forward pass of the next micro-batch, if backward passes of others follow before its own."""
+        self._gradients.buffers.take()
+
+    def end_backward(self, v: int) -> None:
+        """End the backward pass of micro-batch v, after `end_forward`. It must not change buffers once more."""
+        self._sum.close(v)
+        self._gradients.buffers.undo()
 
     def close(self, v: int) -> None:
         """End micro-batch v: fold its gradients and its buffers into those of the micro-batches before it."""
@@ -317,11 +351,11 @@ class PassAttempt:
         )
         controls, sums = self._sum.finish(control)
         votes, of_ranks, have_new_names, used_by_ranks, packed_buffers, _ = zip(*controls, strict=True)
-        reports = self._layout.sort(of_ranks)
+        reports = self._layout.sort(of_ranks[gradients.group.last_ranks])
         used = reduce(or_, map(int.from_bytes, used_by_ranks))
         reduced = Reduced(votes, reports, is_used=bool(used))
         if any(have_new_names):  # an additional exchange
-            reduced.logged = self._layout.sort(gradients.group.gather(logged))
+            reduced.logged = self._layout.sort(gradients.group.gather(logged)[gradients.group.last_ranks])
             reduced.new_names = sorted({*chain(*reduced.logged)} - {*names})
         elif names:
             reduced.logged = [find_logged(report, names) for report in reports]
@@ -367,6 +401,8 @@ class PassAttempt:
         else:
             has_gradients = False
             drop_grads(plan.params)
+        if gradients.tied is not None:
+            gradients.tied.merge()
         if reduced.buffers:
             gradients.buffers.finish(reduced.buffers)
         return has_gradients

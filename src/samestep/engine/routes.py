@@ -38,6 +38,7 @@ class Space:
         num_elements, dtype: of the bucket.
         layout, rank: which parts the ranks have.
         owners: the ranks that get the sum; none: all ranks get it.
+        peers: the ranks of the layout, as torch.distributed numbers them; by default with the same numbers.
     """
 
     new: Callable[..., Tensor]
@@ -46,6 +47,7 @@ class Space:
     layout: Layout
     rank: int
     owners: Sequence[int] = ()
+    peers: Sequence[int] = range(1 << 31)
 
     @property
     def gets_sum(self) -> bool:
@@ -112,14 +114,14 @@ class AllGather(Route):
 
     def expect(self, tag: int) -> None:
         if self._sockets is None and not self._rows.is_cuda:
-            rows, rank = self._rows, self.space.rank
+            rows, rank, peers = self._rows, self.space.rank, self.space.peers
             self._receives = _list_works(
-                dist.irecv(rows[distance : distance + num_rows], (rank + distance) % len(rows), tag=tag)
+                dist.irecv(rows[distance : distance + num_rows], peers[(rank + distance) % len(rows)], tag=tag)
                 for distance, num_rows in plan_gather(len(rows))
             )
 
     def run(self, tag: int) -> Messages:
-        rows, rank = self._rows, self.space.rank
+        rows, rank, peers = self._rows, self.space.rank, self.space.peers
         if self._sockets is not None:
             self._sockets.exchange([memoryview(row.numpy()) for row in self._of_ranks])
         elif rows.is_cuda:
@@ -129,7 +131,7 @@ class AllGather(Route):
                 self.expect(tag)
             receives, self._receives = self._receives, []
             for (distance, num_rows), receive in zip(plan_gather(len(rows)), receives, strict=True):
-                send = dist.isend(rows[:num_rows], (rank - distance) % len(rows), tag=tag)
+                send = dist.isend(rows[:num_rows], peers[(rank - distance) % len(rows)], tag=tag)
                 yield _list_works([receive, send])
         add_parts(self._slots, self.space.layout)
 
@@ -150,7 +152,10 @@ class Butterfly(Route):
 
     def run(self, tag: int) -> Messages:
         x = self.root
-        path = _plan_butterfly(x.numel(), self.space.rank, self.space.layout.world_size)
+        path = [
+            (self.space.peers[peer], keep, give)
+            for peer, keep, give in _plan_butterfly(x.numel(), self.space.rank, self.space.layout.world_size)
+        ]
         for peer, keep, give in path:
             theirs = self._spare[: keep.stop - keep.start]
             yield _exchange([(x[give], peer)], [(theirs, peer)], tag)
@@ -178,14 +183,15 @@ class Chunks(Route):
         peers = [peer for peer in range(layout.world_size) if peer != rank]
         size = chunks.shape[2]
         bounds = [slice(peer * size, (peer + 1) * size) for peer in range(layout.world_size)]
-        sends = [(whole[k, bounds[peer]], peer) for peer in peers for k in range(held[rank])]
-        receives = [(chunks[peer, k], peer) for peer in peers for k in range(held[peer])]
+        address = self.space.peers
+        sends = [(whole[k, bounds[peer]], address[peer]) for peer in peers for k in range(held[rank])]
+        receives = [(chunks[peer, k], address[peer]) for peer in peers for k in range(held[peer])]
         chunks[rank].copy_(whole[:, bounds[rank]])
         yield _exchange(sends, receives, tag)
         whole[0, bounds[rank]].copy_(add_parts(chunks.view(-1, size), layout))
         yield _exchange(
-            [(whole[0, bounds[rank]], peer) for peer in peers],
-            [(whole[0, bounds[peer]], peer) for peer in peers],
+            [(whole[0, bounds[rank]], address[peer]) for peer in peers],
+            [(whole[0, bounds[peer]], address[peer]) for peer in peers],
             tag,
         )
 

@@ -19,6 +19,7 @@ from samestep.engine.leaf import (
     NONE,
     Grads,
     PartialSums,
+    RunBackward,
     drop_grads,
     list_present,
     read_grad,
@@ -40,23 +41,32 @@ class TreeSum:
 
     Args:
         exchange: with the other ranks; None if there are none.
+        run_backward: runs a backward pass, as `run_backward_alone`.
 
     Attributes:
         used: the parameters that this rank's micro-batches have used, a byte of 1 for each; as one number.
     """
 
-    def __init__(self, plan: ReductionPlan, partial_sums: PartialSums, exchange: Exchange | None) -> None:
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        partial_sums: PartialSums,
+        exchange: Exchange | None,
+        run_backward: RunBackward = run_backward_alone,
+    ) -> None:
         self._plan = plan
         self._partial_sums = partial_sums
         self._exchange = exchange
+        self._run_backward = run_backward
         self.used = 0
         self._grads: dict[int, Tensor] = {}  # what step.backward has left in `.grad`, by the number of the parameter
         self._versions: list[int] = []  # of these gradients
 
-    def backward(self, v: int, loss: Tensor, factor: float | Tensor | None, wanted: set[int] | None) -> float:
+    def backward(self, v: int, loss: Tensor | None, factor: float | Tensor | None, wanted: set[int] | None) -> float:
         """Run the backward pass of micro-batch v. Returns the seconds in which it waited for other ranks.
 
         Args:
+            loss: None if another rank has it.
             factor: of the loss; None: the micro-batch does not count.
             wanted: numbers of the parameters that get gradients; None: all.
         """
@@ -64,11 +74,11 @@ class TreeSum:
             return 0.0
         params = self._plan.params
         if self._exchange is None or v not in self._partial_sums.held[-1:]:
-            run_backward_alone(params, loss, factor)
+            self._run_backward(params, loss, factor)
             self._note_all(wanted)
             return 0.0
         with self._plan.hooks.passing_to(partial(self._send, self._exchange, wanted)):
-            run_backward_alone(params, loss, factor)
+            self._run_backward(params, loss, factor)
         return self._exchange.waited_s
 
     def _note_all(self, wanted: set[int] | None) -> None:

@@ -10,7 +10,7 @@ parameters are sharded, the ranks work in rounds instead: in round j, rank r com
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from numbers import Integral
@@ -91,13 +91,18 @@ def default_micro_batch_size(batch_size: int) -> int:
     return batch_size // next(fitting, 1)
 
 
-def describe_division(n: int, world_size: int) -> str:
+def describe_division(n: int, world_size: int, ranks_each: int = 1) -> str:
     """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks, which are 89 % busy`.
 
     "busy" is the mean share of a step's computing time in which a rank computes, if all micro-batches take equally
     long. For one rank, the text says how many ranks the run can have later.
+
+    Args:
+        ranks_each: of a pipeline, of which there are `world_size` then.
     """
     micro_batches = f"{n} micro-batch{'es' if n != 1 else ''}"
+    if ranks_each > 1:
+        return f"{micro_batches} on {world_size} pipeline{'s' if world_size != 1 else ''} of {ranks_each} ranks"
     if world_size == 1:
         most = f"{n} rank{'s' if n != 1 else ''}"
         more = "for more, begin it with a larger batch_size or a smaller micro_batch_size"
@@ -216,6 +221,18 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
     root = _complete(0, n, slots, additions)
     butterfly = world_size & (world_size - 1) == 0 and n >= world_size and not in_rounds
     return Layout(n, world_size, ranges, in_rounds, fillers, parts, max_parts, tuple(additions), root, butterfly)
+
+
+@lru_cache(maxsize=128)
+def repeat_ranks(layout: Layout, times: int) -> Layout:
+    """Return a layout in which each rank of `layout` is `times` ranks with its micro-batches, and none has a part."""
+    if times == 1:
+        return layout
+    ranges = tuple(held for held in layout.ranges for _ in range(times))
+    none = ((),) * len(ranges)
+    return replace(
+        layout, world_size=len(ranges), ranges=ranges, fillers=none, parts=none, max_parts=1, additions=(), root=0
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -222,8 +222,7 @@ class Group(Transport, Held):
         close_group()
 
     def _join(self, membership: Membership) -> None:
-        self.rank = membership.rank
-        self.world_size = len(membership.members)
+        self.set_place(membership.rank, len(membership.members))
         if self.world_size == 1:
             return
         open_process_group(

@@ -44,6 +44,11 @@ class Transport:
 
     Attributes:
         rank, world_size: as in torch.distributed.
+        ranks_per_replica: how many ranks hold the models together, see `divide`.
+        replica, num_replicas: which of the replicas of the models this rank is in, and how many there are. They divide
+            the micro-batches of a step.
+        peers: per replica, the rank that holds the same parameters as this one.
+        last_ranks: the last rank of each replica, as a slice of all ranks. It has the losses.
         local_rank: index among the ranks of this node.
         device: where this rank computes.
         local_sockets: sockets to the other ranks if all run on one host, else None.
@@ -52,14 +57,28 @@ class Transport:
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.ranks_per_replica = 1
+        self.set_place(rank, world_size)
         self.local_rank = local_rank
         self.device = device
         self.local_sockets: LocalSockets | None = None
         self.is_on_one_host = True
         self.waiter: Waiter | None = None
         self._key = secrets.token_bytes()  # a common one follows from `derive_key`
+
+    def set_place(self, rank: int, world_size: int) -> None:
+        """Set the number of this rank, and how many there are."""
+        self.rank = rank
+        self.world_size = world_size
+        self.replica = rank // self.ranks_per_replica
+        self.num_replicas = world_size // self.ranks_per_replica
+        self.last_ranks = slice(self.ranks_per_replica - 1, None, self.ranks_per_replica)
+        self.peers = range(rank % self.ranks_per_replica, world_size, self.ranks_per_replica)
+
+    def divide(self, ranks_per_replica: int) -> None:
+        """Let so many ranks hold the models together, which divides the number of ranks. Call it at the start."""
+        self.ranks_per_replica = ranks_per_replica
+        self.set_place(self.rank, self.world_size)
 
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
         """Run a collective. `on_device`: as for `Group.confirm`."""
@@ -242,11 +261,15 @@ class Transport:
         if below:
             self.waiter.wait([_begin(dist.isend, tensor, (source + each) % self.world_size) for each in below])
 
+    def begin_send(self, tensor: torch.Tensor, target: int) -> Transfer:
+        """Begin to send a tensor to one rank, which calls `receive`. Keep the result until the end."""
+        return _begin(dist.isend, torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)
+
     def send(self, tensors: Sequence[torch.Tensor], target: int) -> None:
         """Send tensors of any dtypes and devices to one rank, which calls `receive`."""
         for tensor in tensors:
             if tensor.numel():
-                self.wait_for([_begin(dist.isend, torch.frombuffer(view_bytes(tensor), dtype=torch.uint8), target)])
+                self.wait_for([self.begin_send(tensor, target)])
 
     def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Overwrite contiguous tensors in host memory with those that a rank sends."""
