@@ -312,6 +312,20 @@ class RunConfig:
         "death",
         whole(1, 2),
     )
+    pipeline: int | None = _declare(
+        int,
+        "P",
+        "number of stages of the model, which can be on different ranks; see docs/pipeline.md",
+        whole(1, optional=True),
+        is_identity=True,
+    )
+    pipeline_ranks: int | None = _declare(
+        int,
+        "N",
+        "number of ranks that have the stages of a pipeline together; default: as many as possible",
+        whole(1, optional=True),
+        default=None,
+    )
     exchange_dtype: ExchangeDtype | None = _declare(
         str,
         "T",

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from samestep.config import OPTIONS, RunConfig
-from samestep.console import say
+from samestep.console import format_count, join_words, say
 from samestep.data.lanes import LanePosition, Lanes
 from samestep.engine.passes import MixedPrecision
 from samestep.errors import InvalidType, InvalidValue, RunDirectoryError, UsageError
+from samestep.pipeline.schedule import choose_ranks
 from samestep.plan.loop_plan import LoopPlan
 from samestep.plan.tree import Layout, build_layout, check_numbers, default_micro_batch_size
 from samestep.snapshot.location import Location
@@ -348,7 +349,7 @@ class RunContext:
 
     def build_layout(self, num_micro_batches: int) -> Layout:
         """Return how the ranks share the micro-batches of a step or an evaluation."""
-        return build_layout(num_micro_batches, self.group.world_size, self.config.shard == "fsdp2")
+        return build_layout(num_micro_batches, self.group.num_replicas, self.config.shard == "fsdp2")
 
 
 def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) -> RunConfig:
@@ -376,7 +377,8 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
         arguments["run_dir"] = _choose_directory(environment, arguments["run_dir"])
     if arguments["micro_batch_size"] is None:
         arguments["micro_batch_size"] = default_micro_batch_size(arguments["batch_size"])
-    check_numbers(arguments["batch_size"], arguments["micro_batch_size"], environment.world_size, advise)
+    arguments["pipeline_ranks"] = ranks = _choose_pipeline_ranks(arguments, environment.world_size)
+    check_numbers(arguments["batch_size"], arguments["micro_batch_size"], environment.world_size // ranks, advise)
     config = RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
     if config.shard_copies > 1 and config.shard != "optimizer":
         raise InvalidValue(
@@ -385,6 +387,29 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
             code="SS104",
         )
     return config
+
+
+def _choose_pipeline_ranks(arguments: Mapping[str, Any], world_size: int) -> int:
+    """Return the number of ranks of a pipeline; 1 without one."""
+    num_stages = OPTIONS["pipeline"].check("pipeline", arguments["pipeline"])
+    wanted = OPTIONS["pipeline_ranks"].check("pipeline_ranks", arguments.get("pipeline_ranks"))
+    if num_stages is None:
+        if wanted is not None:
+            raise InvalidValue(
+                f"pipeline_ranks is {wanted}, and the run has no pipeline: leave it out, or cut the model into stages "
+                "by samestep.Run(pipeline=...)",
+                code="SS104",
+            )
+        return 1
+    if wanted is None:
+        return choose_ranks(world_size, num_stages)
+    if wanted > num_stages or world_size % wanted:
+        ranks = format_count(world_size, "rank")
+        fitting = join_words([str(count) for count in range(1, num_stages + 1) if world_size % count == 0], "or")
+        raise InvalidValue(
+            f"pipeline_ranks is {wanted}, and the run has {ranks} and {num_stages} stages: give {fitting}", code="SS101"
+        )
+    return wanted  # type: ignore[no-any-return]
 
 
 def _choose_directory(environment: Environment, given: Any) -> Any:

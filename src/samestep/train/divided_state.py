@@ -276,7 +276,7 @@ def _refuse_norm(optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> No
     own = {id(param.grad) for optimizer in optimizers for param in list_params(optimizer) if param.grad is not None}
     if any(id(grad) in own for grad in grads):
         raise UsageError(
-            "torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard= sees some of the gradients: "
+            "torch.nn.utils.clip_grad_norm_ (or get_total_norm) with shard= or pipeline= sees some of the gradients: "
             "call run.clip_grad_norm_, with the same arguments (max_norm=math.inf gives the norm alone)",
             code="SS610",
         )
@@ -293,6 +293,8 @@ def shard_as(param: Any, value: Any, read_rows: Callable[[Tensor, int, int], Ten
     Args:
         read_rows: returns some rows of a value without elements: value, first row, number of rows -> tensor.
     """
+    if isinstance(param, Tensor) and param.is_meta:  # that of another rank
+        return param
     if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
         return value
     first, num_rows = find_first_row(param), len(get_local(param))

@@ -63,10 +63,11 @@ class Evaluator:
         finally:
             seed_all(self._derive("after"))
 
-    def _derive(self, purpose: str, v: int = 0) -> int:
+    def _derive(self, purpose: str, v: int = 0, stage: int = 0) -> int:
         state = self.context.state
         pass_ = 2**32 + state.num_evaluations  # distinct from those of steps
-        return derive(self.context.config.seed, purpose, step=state.steps_done, pass_=pass_, micro_batch=v)
+        seed = self.context.config.seed
+        return derive(seed, purpose, step=state.steps_done, pass_=pass_, micro_batch=v, stage=stage)
 
     def _evaluate(
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span]
@@ -77,13 +78,13 @@ class Evaluator:
         self.services.watchdog.enter("reducing", steps_done)
         wait_for_call(group, Call.EVALUATE)
         while True:
-            layout = self.context.build_layout(len(spans))
+            layout, world_size = self.context.build_layout(len(spans)), group.world_size
             # The script may catch an exception, so the other ranks must not wait for this one.
             failure, outcome = attempt(partial(self._score, score, spec, spans, layout))
-            if failure is not None and self.prepared.gradients.plan.models is not None:  # they wait inside of the model
+            if failure is not None and self._waits_inside:
                 raise failure
             self.services.watchdog.enter("reducing", steps_done)
-            gathered = group.gather((layout.world_size, outcome, self.services.stopping.cast_vote()))
+            gathered = group.gather((world_size, outcome, self.services.stopping.cast_vote()))
             if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one
                 break
         # A validation can be long: react to a signal before the next step.
@@ -92,7 +93,20 @@ class Evaluator:
         if failure is not None:
             raise failure
         rows = read_outcomes({rank: theirs for rank, (_, theirs, _) in enumerate(gathered)})
-        return _merge(layout.sort(rows))
+        return _merge(layout.sort(rows[group.last_ranks]))
+
+    @property
+    def _waits_inside(self) -> bool:
+        """Whether the other ranks wait for this one inside of the model."""
+        return self.prepared.gradients.plan.models is not None or self.context.group.ranks_per_replica > 1
+
+    def _call(self, score: Callable[[Any], Mapping[str, Any]], batch: Any, v: int) -> Mapping[str, Any]:
+        """Return the scores of a micro-batch; none if another rank has them."""
+        runner = self.prepared.runner
+        if runner is None:
+            return score(batch)
+        scores = runner.score(score, batch, partial(self._derive, "evaluate", v))
+        return scores if runner.has_results else {}
 
     def _score(
         self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec, spans: Sequence[Span], layout: Layout
@@ -100,8 +114,8 @@ class Evaluator:
         """Return the scores of this rank's micro-batches."""
         context = self.context
         steps_done = self.context.state.steps_done
-        num_own = len(layout.ranges[context.rank])
-        numbers = [*layout.ranges[context.rank], *layout.fillers[context.rank]]
+        num_own = len(layout.ranges[context.group.replica])
+        numbers = [*layout.ranges[context.group.replica], *layout.fillers[context.group.replica]]
         tasks = (Task(np.arange(*spans[v]), self._derive("data", v)) for v in numbers)
         spec = replace(spec, num_workers=min(spec.num_workers, len(numbers)))
         rows: list[Row] = []
@@ -120,7 +134,8 @@ class Evaluator:
                     _set("training", evaluating)  # each time: a score function may call model.train()
                     _set("grad", without)  # and backward(), such as to weigh an input
                     start, stop = spans[v]
-                    rows.append(_read(score(to_device(loaded.batch, context.device)), stop - start))
+                    scores = self._call(score, to_device(loaded.batch, context.device), v)
+                    rows.append(_read(scores, stop - start))
                     self.prepared.gradients.buffers.undo()
                     self.services.watchdog.enter("validating", steps_done)
             return [_to_numbers(row) for row in rows[:num_own]]

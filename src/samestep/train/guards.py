@@ -162,9 +162,10 @@ def name_replicated(objects: Objects) -> dict[str, nn.Parameter]:
     """Return the tensors that must be equal on all ranks after every step: the parameters.
 
     An optimizer's state that differs makes parameters differ in the next update. It may also have memory that is never
-    read. Buffers are left out, because a script may use one as a counter of its rank.
+    read. Buffers are left out, because a script may use one as a counter of its rank. So are parameters of which this
+    rank has a shard, or nothing: those of other stages of a pipeline are on the meta device.
     """
-    return {name: param for name, param in objects.name_params().items() if not is_sharded(param)}
+    return {name: param for name, param in objects.name_params().items() if not (is_sharded(param) or param.is_meta)}
 
 
 def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
@@ -182,7 +183,7 @@ def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
             if isinstance(child, _BatchNorm)
             for key, buffer in child.named_buffers(recurse=False)
         ]
-    return found
+    return [(name, tensor) for name, tensor in found if not tensor.is_meta]
 
 
 def list_stable(objects: Objects) -> list[Tensor]:
@@ -190,7 +191,7 @@ def list_stable(objects: Objects) -> list[Tensor]:
     tensors: list[Tensor] = [*objects.name_params().values()]
     for optimizer in objects.optimizers.values():
         tensors += list_tensors([*optimizer.state.values()])
-    return [get_local(tensor) for tensor in tensors]
+    return [get_local(tensor) for tensor in tensors if not tensor.is_meta]
 
 
 class ReplicaChecks:
@@ -199,8 +200,11 @@ class ReplicaChecks:
     def __init__(self, objects: Objects, context: RunContext) -> None:
         self._objects = objects
         self._group = context.group
-        self._every = context.config.compare_every if context.world_size > 1 else None
+        # In a pipeline, ranks have other parameters: they are not compared.
+        is_whole = context.group.ranks_per_replica == 1
+        self._every = context.config.compare_every if context.world_size > 1 and is_whole else None
         self._is_divided = context.config.shard is not None  # each rank has the optimizers' state of other parameters
+        self._is_whole = is_whole
         self._alike_at: int | None = None
         self._restored: Mapping[str, int] = {}
 
@@ -255,7 +259,7 @@ class ReplicaChecks:
             stable=stable,
             replicated=[*replicated.items()] if is_due else [],
             compare=partial(self._compare, step),
-            same=[*replicated.values()] if self._is_divided else stable,
+            same=([*replicated.values()] if self._is_divided else stable) if self._is_whole else [],
             share=share,
         )
 

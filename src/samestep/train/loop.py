@@ -115,6 +115,7 @@ class Loop:
             observers,
             services.watchdog,
             self._cast_vote,
+            prepared.runner,
         )
         self.step: Step | None = None
         self.repeats_head = state.loop.is_past

@@ -74,11 +74,11 @@ class RunMetrics(StepObserver):
         location = self._context.location
         is_divided = plan.is_divided and location.path is not None
         if is_divided or location.directory or location.kept:
-            own = compute_checksum([*map(read_grad, plan.params)], step.number)
+            own = compute_checksum([*map(read_grad, plan.counted)], step.number, is_divided=is_divided)
             if is_divided:
                 self._last = own, step.result.checksums
             else:
-                step.result.checksums.append(lambda: add_checksums([own()]))
+                step.result.checksums.append(own)
         steps_done = step.number + 1
         self._is_logged = self._context.config.log_every.is_due(steps_done, self._plan.epochs_done(steps_done))
         if self._is_logged:

@@ -139,7 +139,8 @@ def _announce(data: LoopData, context: RunContext, prepared: Prepared, *, is_end
     config = context.config
     steps_done = context.state.steps_done
     last_step = context.state.loop.last_step
-    division = describe_division(config.batch_size // config.micro_batch_size, context.world_size)
+    num_ranks = context.group.ranks_per_replica
+    division = describe_division(config.batch_size // config.micro_batch_size, context.group.num_replicas, num_ranks)
     if prepared.point.meta is None:
         context.say(division)
         return
@@ -172,6 +173,7 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, prepared
         f'shard="{shard}" (a rank\'s part of the state dies with it{advice})': (
             shard is not None and context.config.shard_copies == 1
         ),
+        "pipeline (a rank's stages die with it)": context.group.ranks_per_replica > 1,
         "a run directory that the nodes do not share": context.location.is_replicated,
         **{each.called: True for each in prepared.interceptors if not each.permits_healing},
     }

@@ -18,8 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.decoding import parse_json
+from samestep.engine.leaf import run_backward_alone
 from samestep.engine.passes import Gradients, MixedPrecision
 from samestep.errors import InvalidValue, RunDirectoryError, UsageError
+from samestep.pipeline.runner import Pipeline
+from samestep.pipeline.stages import StagedModel
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, ResumePoint, StartOptions, describe_changes
 from samestep.snapshot.serialization import SavedState
@@ -38,7 +41,8 @@ from samestep.train.objects import (
     save_module,
 )
 from samestep.train.sharded_init import ShardedInit, is_partial
-from samestep.train.step import Step, StepObserver
+from samestep.train.staged_state import StagedState, cut_model, divide_model
+from samestep.train.step import PassRunner, Step, StepObserver
 from samestep.world.environment import advise
 
 read_groups = attrgetter("param_groups")
@@ -189,6 +193,7 @@ class Prepared:
         shard_blocks: as for `Run.prepare`.
         order: the number of each parameter in the models, by id.
         interceptors: change what the run does.
+        runner: runs the functions of micro-batches in another way than by calling them; None: none does.
     """
 
     objects: Objects
@@ -204,6 +209,7 @@ class Prepared:
     shard_blocks: Blocks | None
     order: Mapping[int, int]
     interceptors: Sequence[Interceptor]
+    runner: PassRunner | None
 
     def sort(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Sort parameters as in the models: the script's order, such as of a set, may decide no bits.
@@ -230,6 +236,7 @@ def prepare_objects(
     override: bool,
     device_map: Literal["keep"] | None,
     shard_blocks: Blocks | None,
+    stages: Sequence[str] | None,
 ) -> Prepared:
     """Make the models equal on all ranks, and restore everything from the newest snapshot. On all ranks.
 
@@ -239,21 +246,17 @@ def prepare_objects(
     group = context.group
     shard = config.shard if context.world_size > 1 else None
     models = describe_models(objects)
-    numbers = config.identity() | {"models": models}
+    staged = cut_model(objects, context, stages, keeps_devices=device_map is not None)
+    cuts = {} if staged is None else {"stages": [*staged.cuts]}
+    numbers = config.identity() | {"models": models} | cuts
     overrides = override or config.override
     contents = SnapshotContents(objects, context.precision, context.say)
     group.check_process_group()
     wait_for_call(group, Call.PREPARE)
-    group.agree(config.shared() | {"override": overrides} | outline(objects, models) | {**contents.options.in_force})
-    for module in objects.modules.values():
-        if shard != "fsdp2":  # which gives memory to one block after the other
-            sharded_init.fill(module)
-        if device_map is None and not is_partial(module):
-            module.to(context.device)
-    for interceptor in interceptors:
-        interceptor.prepare(objects.modules)
-    tensors = [each for module in objects.modules.values() for each in (*module.parameters(), *module.buffers())]
-    group.broadcast_tensors([each for each in tensors if not is_partial(each)])
+    group.agree(
+        config.shared() | cuts | {"override": overrides} | outline(objects, models) | {**contents.options.in_force}
+    )
+    _place_models(objects, context, interceptors, sharded_init, staged, keeps_devices=device_map is not None)
     inner = check_states(objects, are_saved=context.location.path is not None)
     point = context.location.find_resume_point(config.resume, numbers)
     saved = None if point.is_beginning else context.location.open(point)
@@ -261,14 +264,17 @@ def prepare_objects(
         contents.fit(saved.contents)
     if shard is not None:
         refuse_shared_memory(objects)
-        if inner:
-            raise InvalidValue(
-                f'shard="{shard}" cannot divide an optimizer inside another object of run.prepare: pass the optimizer '
-                "itself, or leave shard out",
-                code="SS606",
-            )
+    if (shard is not None or staged is not None) and inner:
+        what = "pipeline" if shard is None else f'shard="{shard}"'
+        raise InvalidValue(
+            f"{what} cannot divide an optimizer inside another object of run.prepare: pass the optimizer itself, or "
+            f"leave {what.partition('=')[0]} out",
+            code="SS606",
+        )
     divided: Divided | None = None
-    if shard == "optimizer":
+    if staged is not None and group.ranks_per_replica > 1:
+        divided = StagedState(objects, group, staged)
+    elif shard == "optimizer":
         divided = DividedOptimizers(objects, group, config.shard_copies)
     elif shard == "fsdp2":
         refused = {
@@ -286,6 +292,7 @@ def prepare_objects(
         context.state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
     if divided is not None:  # the optimizers' settings are those of the run now
         divided.check_optimizers()
+    runner = None if staged is None else Pipeline(staged, group)
     gradients = Gradients(
         objects.modules,
         group,
@@ -294,6 +301,8 @@ def prepare_objects(
         exchange_dtype=torch.bfloat16 if config.exchange_dtype == "bf16" else None,
         ownership=divided.ownership if isinstance(divided, DividedOptimizers) else None,
         models=divided.models if isinstance(divided, ShardedState) else None,
+        run_backward=run_backward_alone if runner is None else runner.run_backward,
+        tied=None if runner is None else runner.tied,
     )
     optimizers = [*objects.optimizers.values(), *inner]
     return Prepared(
@@ -310,7 +319,35 @@ def prepare_objects(
         shard_blocks=shard_blocks,
         order={id(param): number for number, param in enumerate(objects.name_params().values())},
         interceptors=interceptors,
+        runner=runner,
     )
+
+
+def _place_models(
+    objects: Objects,
+    context: RunContext,
+    interceptors: Sequence[Interceptor],
+    sharded_init: ShardedInit,
+    staged: StagedModel | None,
+    *,
+    keeps_devices: bool,
+) -> None:
+    """Give the models memory on their device, and the values of rank 0. On all ranks."""
+    group = context.group
+    if staged is not None and group.ranks_per_replica > 1:
+        divide_model(staged, group, sharded_init, objects)
+        for interceptor in interceptors:
+            interceptor.prepare(objects.modules)
+        return
+    for module in objects.modules.values():
+        if context.config.shard != "fsdp2" or group.world_size == 1:  # which gives memory to one block after the other
+            sharded_init.fill(module)
+        if not keeps_devices and not is_partial(module):
+            module.to(context.device)
+    for interceptor in interceptors:
+        interceptor.prepare(objects.modules)
+    tensors = [each for module in objects.modules.values() for each in (*module.parameters(), *module.buffers())]
+    group.broadcast_tensors([each for each in tensors if not is_partial(each)])
 
 
 def _read(saved: SavedState, divided: Divided | None) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class Run:
             gradients and state); see docs/parallelism.md. None: every rank keeps all of it.
         shard_copies: with `shard="optimizer"`, how many ranks hold the state of each parameter. With 2, the others
             continue after the death of one (`samestep launch --heal`), see docs/running.md.
+        pipeline: number of stages into which `prepare` cuts the model; the ranks can divide them, with the same bits.
+            See docs/pipeline.md. None: no pipeline.
         exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, at any number of ranks. This
             halves the bytes of their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
@@ -120,6 +122,7 @@ class Run:
         precision: Precision = "fp32",
         shard: Shard | None = None,
         shard_copies: int = 1,
+        pipeline: int | None = None,
         exchange_dtype: ExchangeDtype | None = None,
         num_threads: int = 1,
         snapshot_every: int | str | None = "1epochs",
@@ -154,6 +157,7 @@ class Run:
         if settings.precision == "tf32" and self.device.type == "cuda":
             use_tf32()
         group = open_group(environment, self.device, backend=settings.backend)
+        group.divide(settings.pipeline_ranks or 1)
         self.local_rank = environment.local_rank
         self._progress = Progress(is_shown=group.rank == 0)
         location = Location(settings, group, self._say, keeps=environment.heals)
@@ -287,6 +291,7 @@ class Run:
         override: bool = False,
         device_map: Literal["keep"] | None = None,
         shard_blocks: Sequence[type[nn.Module]] | None = None,
+        stages: Sequence[str] | None = None,
         **objects: Any,
     ) -> None:
         """Register everything that has a state, and restore it from the newest snapshot. Call it once.
@@ -303,6 +308,8 @@ class Run:
                 move all models to the device of the run.
             shard_blocks: with `shard="fsdp2"`, classes of modules whose parameters are gathered one module at a time.
                 None: the modules in each `nn.ModuleList`.
+            stages: with `pipeline`, the modules of the model that begin a stage, except for the first one, such as
+                "blocks.2", in the order in which its forward calls them.
 
         Raises:
             InvalidType, InvalidValue: an object has no state_dict, a model contains SyncBatchNorm, or an optimizer
@@ -340,6 +347,7 @@ class Run:
             override=override,
             device_map=device_map,
             shard_blocks=shard_blocks,
+            stages=stages,
         )
         if not prepared.point.is_beginning:
             self._services.snapshotter.resume(prepared.point.step)

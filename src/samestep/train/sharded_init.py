@@ -6,7 +6,7 @@ seeded by the run's seed and the module's number. So the initial values depend n
 `shard`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +64,11 @@ class ShardedInit:
         origin.created.add(name)
         return nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
 
-    def fill(self, module: nn.Module) -> list[nn.Parameter]:
+    def fill(self, module: nn.Module, skipped: Collection[nn.Module] = ()) -> list[nn.Parameter]:
         """Give memory on the host, and initial values, to all parameters of a module that have no memory.
+
+        Args:
+            skipped: modules inside of it that stay as they are.
 
         Returns:
             These parameters. They are the same objects as before.
@@ -74,14 +77,16 @@ class ShardedInit:
             UsageError: a module cannot initialize its parameters, or other code has initialized them.
         """
         filled: list[nn.Parameter] = []
+        own = [each for each in module.modules() if each not in skipped]
         num_writes = {param: read_version(param) for param in module.parameters() if param.is_meta}
         with torch.random.fork_rng(devices=()):
-            for child in reversed([*module.modules()]):  # inner ones first
+            for child in reversed(own):  # inner ones first
                 origin = vars(child).pop(_ORIGIN, None)
                 if origin is not None and origin.created:
                     filled += self._initialize(child, origin)
+        left = {param for each in own for param in each.parameters(recurse=False)}
         for name, param in module.named_parameters():
-            if param.is_meta:
+            if param.is_meta and param in left:
                 raise UsageError(
                     f"{name} is on the meta device, and no module has created it in run.sharded_init: build it there, "
                     "or on a device with memory",

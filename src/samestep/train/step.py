@@ -5,7 +5,8 @@ import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +137,35 @@ class Observers:
         self.end_body = join("end_body")
 
 
+class PassRunner(Protocol):
+    """Runs the script's functions of micro-batches in parts, such as those of a model that several ranks have.
+
+    Attributes:
+        has_results: whether this rank gets their results.
+        waited_s: seconds in which this rank has waited for others.
+    """
+
+    has_results: bool
+
+    @property
+    def waited_s(self) -> float: ...
+
+    def run_pass(
+        self, micro_batches: Sequence[int], forward: Callable[[int], None], backward: Callable[[int], None]
+    ) -> None:
+        """Call `forward` and `backward` with each micro-batch, in any order of the micro-batches."""
+
+    def forward(self, v: int, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> Any:
+        """Run a function of micro-batch v, in `forward` of `run_pass`. See `score`."""
+
+    def score(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> Any:
+        """Run a function without gradients. Returns its result, or None if another rank gets it.
+
+        Args:
+            seed: returns the seed of a stage, `stage=...`.
+        """
+
+
 @dataclass(frozen=True)
 class StepParts:
     """What all steps of a loop share.
@@ -147,6 +177,7 @@ class StepParts:
         observers: are notified of the events of a step.
         clock: times the phases of this rank.
         cast_vote: returns this rank's vote, for the exchange of a step.
+        runner: runs the functions of `Step.run`; None: they are called.
     """
 
     context: RunContext
@@ -156,6 +187,7 @@ class StepParts:
     observers: Observers
     clock: PhaseClock
     cast_vote: Callable[[], Vote]
+    runner: PassRunner | None
 
 
 @dataclass
@@ -326,8 +358,10 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
-        self._begin_pass()
         parts = self._parts
+        if parts.runner is not None:
+            self._refuse_loop("for batch in step")
+        self._begin_pass()
         for each in parts.observers.interceptors:
             yield from each.probe(self)
         self._phase = StepPhase.INSIDE
@@ -339,12 +373,97 @@ class Step:
             parts.clock.enter("reducing", self.number)
             reduced = yield from self._exchange(attempt, parts.cast_vote())
         self._apply(attempt, reduced)
-        seed_all(parts.derive("after", step=self.number, pass_=self.num_passes))
-        self.num_passes += 1
-        self._phase = StepPhase.OUTSIDE
-        self._attempt = None
-        parts.clock.enter("updating", self.number)
-        parts.observers.reduced(self)
+
+    def run(self, body: Callable[[Any], Tensor], *, weight: Callable[[Any], float | Tensor] | None = None) -> None:
+        """Run a function of each micro-batch, and the backward pass of the loss that it returns.
+
+        It is the same as a loop over the step with `backward`. With `samestep.Run(pipeline=...)`, it is the only way;
+        see docs/pipeline.md.
+
+        Args:
+            body: gets a micro-batch, and returns its loss, see `backward`.
+            weight: gets a micro-batch, and returns the weight of its loss, see `backward`. None: the number of samples.
+
+        Raises:
+            UsageError: called inside a loop over micro-batches, or with a pipeline, the function does what it does not
+                support.
+            InvalidValue: the loss or a weight cannot be used.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(8, 1), 1):
+            ...     step.run(lambda x: model(x).mean())
+            ...     optimizer.step()
+            ...
+            >>> model.weight.grad.item()
+            1.0
+        """
+        runner = self._parts.runner
+        if runner is None:
+            for batch in self:
+                self.backward(body(batch), weight=None if weight is None else weight(batch))
+            return
+        self._begin_pass()
+        try:
+            self._run_in_parts(runner, body, weight)
+        except BaseException:
+            self._phase = StepPhase.LEFT
+            self._parts.clock.enter("left", self.number)
+            raise
+
+    def _run_in_parts(
+        self, runner: PassRunner, body: Callable[[Any], Any], weight: Callable[[Any], float | Tensor] | None
+    ) -> None:
+        """Run the forward and backward passes in the order of a runner. A rank without results has no losses."""
+        parts = self._parts
+        on = parts.observers
+        if any(True for each in on.interceptors for _ in each.probe(self)):
+            raise UsageError("a tool runs a micro-batch alone, which a pipeline does not support", code="SS614")
+        self._phase = StepPhase.INSIDE
+        attempt = self._begin_attempt()
+        results: dict[int, tuple[Any, Any]] = {}  # losses and weights
+
+        def forward(v: int) -> None:
+            batch = self._load(v)
+            waited_s = runner.waited_s
+            parts.clock.enter("forward", self.number)
+            on.forward(self, batch)
+            seed = partial(parts.derive, "compute", step=self.number, pass_=self.num_passes, micro_batch=v)
+            loss = runner.forward(v, body, batch, seed)
+            results[v] = loss, None if weight is None else weight(batch)
+            if runner.has_results:
+                on.backward(self, *results[v], None)
+                on.end_micro_batch(self)
+            attempt.end_forward()
+            parts.clock.move("forward", "reducing", runner.waited_s - waited_s)
+
+        def backward(v: int) -> None:
+            waited_s = runner.waited_s
+            parts.clock.enter("backward", self.number)
+            loss, own = results.pop(v)
+            if runner.has_results:
+                waited_s -= attempt.backward(v, loss, own, None)
+            elif own is None or (isinstance(own, Tensor) and own.device.type != "cpu") or float(own):
+                waited_s -= attempt.pass_back(v)
+            attempt.end_backward(v)
+            parts.clock.move("backward", "reducing", runner.waited_s - waited_s)
+
+        runner.run_pass(attempt.held, forward, backward)
+        parts.clock.enter("reducing", self.number)
+        fingerprints = [self._loaded[v].fingerprint for v in self.held]
+        self._apply(attempt, attempt.exchange(parts.cast_vote(), fingerprints))
+
+    def _refuse_loop(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{what} in step {self.number} of a run with pipeline, whose ranks compute parts of a micro-batch: call "
+            "step.run(function), where the function gets a micro-batch and returns its loss",
+            code="SS224",
+        )
 
     def compute(self, v: int, batch: Any) -> Iterator[Any]:
         """Run the script's body on micro-batch v. The results are dropped unless this rank holds it."""
@@ -441,7 +560,9 @@ class Step:
         return reduced if group.heal(reason) else None
 
     def _apply(self, attempt: PassAttempt, reduced: Reduced) -> None:
-        self._parts.observers.exchanged(self, reduced)
+        """Apply the result of a pass, and end it."""
+        parts = self._parts
+        parts.observers.exchanged(self, reduced)
         result = self.result
         if attempt.apply(reduced):
             result.is_skipped = False
@@ -452,6 +573,12 @@ class Step:
             result.averages |= average_batch(reduced.logged, reduced.reports, self.sizes)
         if self.num_passes == 0:
             result.fingerprints = [*map(read_fingerprint, reduced.reports)]
+        seed_all(parts.derive("after", step=self.number, pass_=self.num_passes))
+        self.num_passes += 1
+        self._phase = StepPhase.OUTSIDE
+        self._attempt = None
+        parts.clock.enter("updating", self.number)
+        parts.observers.reduced(self)
 
     def gather(self, values: Mapping[int, Any]) -> list[Any]:
         """Return values of the micro-batches of all ranks, in their order, on every rank. Call it on all ranks.
@@ -539,6 +666,8 @@ class Step:
             >>> model.weight.grad.item()
             1.0
         """
+        if self._parts.runner is not None:
+            self._refuse_loop("step.backward")
         self._parts.observers.backward(self, loss, weight, model)
         if self._phase is StepPhase.PROBE:
             return
@@ -588,7 +717,7 @@ class Step:
         """
         self.refuse_inside("step.total was called", "call it before the loop, with a function of a micro-batch")
         context = self._parts.context
-        self.held = context.build_layout(len(self.sizes)).ranges[context.rank]
+        self.held = context.build_layout(len(self.sizes)).ranges[context.group.replica]
         self._num_ranks = context.world_size
         numbers = {}
         for v in self.borrowed:  # which the loader has before those of this rank

@@ -1,0 +1,114 @@
+"""What crosses a cut between two ranks: tensors of one stage for the next one, and their gradients."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.errors import InvalidType, UsageError
+from samestep.world.group import Group
+from samestep.world.process_group import Transfer
+
+MAX_UNDER_WAY = 2  # messages to one rank, so that a rank that is far ahead does not fill the memory
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+class Messages:
+    """Sends tensors to the ranks before and after this one in its pipeline, and receives theirs, through host memory.
+
+    Attributes:
+        rank: this one.
+        waited_s: seconds in which this rank has waited for tensors.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank = group.rank
+        self._under_way: dict[int, deque[list[Transfer]]] = {}  # by the rank that gets them
+        # The dtypes of what crosses the cuts before and after this rank, by the shapes.
+        self._received: dict[tuple[torch.Size, ...], list[int]] = {}
+        self._sent: dict[tuple[torch.Size, ...], list[int]] = {}
+        self.waited_s = 0.0
+
+    def send(self, tensors: Sequence[Tensor], target: int) -> None:
+        """Begin to send tensors, whose shapes and dtypes the other rank knows."""
+        under_way = self._under_way.setdefault(target, deque())
+        if len(under_way) == MAX_UNDER_WAY:
+            self._group.wait_for(under_way.popleft())
+        under_way.append([self._group.begin_send(each, target) for each in tensors if each.numel()])
+
+    def receive(self, outlines: Sequence[Tensor], source: int) -> list[Tensor]:
+        """Return the next tensors from a rank, which are like these."""
+        tensors = [torch.empty(each.shape, dtype=each.dtype) for each in outlines]
+        began_s = time.monotonic()
+        self._group.receive(tensors, source)
+        self.waited_s += time.monotonic() - began_s
+        return [each.to(self._group.device) for each in tensors]
+
+    def send_on(self, tensors: Sequence[Tensor], target: int) -> None:
+        """Send the tensors that cross a cut. The next rank knows their shapes, and learns their dtypes.
+
+        Raises:
+            InvalidType: one cannot be sent.
+            UsageError: they had other dtypes before.
+        """
+        dtypes = [_number(each) for each in tensors]
+        shapes = tuple(each.shape for each in tensors)
+        known = self._sent.setdefault(shapes, dtypes)
+        if known is dtypes:
+            self.send([torch.tensor(dtypes)], target)
+        elif known != dtypes:
+            raise UsageError(
+                f"what crosses a cut has the dtypes {_name(dtypes)}, and had {_name(known)} in an earlier micro-batch "
+                "of the same shape: let the dtypes depend on the shapes only",
+                code="SS224",
+            )
+        self.send(tensors, target)
+
+    def receive_on(self, outlines: Sequence[Tensor], source: int) -> list[Tensor]:
+        """Return the tensors of `send_on`. Those that this rank has computed without values have other dtypes.
+
+        Autocast does not change them there.
+        """
+        shapes = tuple(each.shape for each in outlines)
+        if shapes not in self._received:
+            (dtypes,) = self.receive([torch.empty(len(outlines), dtype=torch.int64)], source)
+            self._received[shapes] = dtypes.tolist()
+        pairs = zip(outlines, self._received[shapes], strict=True)
+        return self.receive([torch.empty(each.shape, dtype=DTYPES[k], device="meta") for each, k in pairs], source)
+
+    def send_if_any(self, tensor: Tensor | None, target: int) -> None:
+        """Send a copy of a tensor that may be absent."""
+        self.send([torch.tensor([tensor is not None])], target)
+        if tensor is not None:
+            self.send([tensor.clone()], target)
+
+    def receive_if_any(self, outline: Tensor, source: int) -> Tensor | None:
+        """Return the tensor of `send_if_any`."""
+        (is_there,) = self.receive([torch.empty(1, dtype=torch.bool)], source)
+        return self.receive([outline], source)[0] if is_there else None
+
+    def finish(self) -> None:
+        """Wait until all messages have been sent."""
+        for under_way in self._under_way.values():
+            while under_way:
+                self._group.wait_for(under_way.popleft())
+
+
+def _number(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+        raise InvalidType(
+            f"a tensor of {tensor.layout} layout and {tensor.dtype} crosses a cut: cut the model where dense tensors "
+            "of real numbers cross",
+            code="SS224",
+        )
+    return DTYPES.index(tensor.dtype)
+
+
+def _name(dtypes: Sequence[int]) -> str:
+    return ", ".join(str(DTYPES[each]) for each in dtypes)

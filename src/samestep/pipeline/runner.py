@@ -1,0 +1,292 @@
+"""Runs the script's function of a micro-batch stage by stage, on the rank that holds each stage.
+
+Every rank calls the function. Up to its own stages, the model computes on torch's meta device, without values. The hook
+of the module at the cut replaces its inputs by those of the rank before. After its own stages, a rank sends what
+crosses the next cut, and leaves the function by an exception. So the rank of the last stage gets the result.
+
+A rank cuts the graph also between two stages of its own, and passes the gradient on itself. So each stage runs alike
+wherever it is: in the same order, from contiguous tensors, with the random numbers of its own seed.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from samestep.data.loader import seed_all
+from samestep.engine.leaf import NONE, read_grad, run_backward_alone
+from samestep.errors import Error, UsageError
+from samestep.pipeline.messages import Messages
+from samestep.pipeline.outlines import Outlines
+from samestep.pipeline.schedule import Kind, build_schedule, find_held
+from samestep.pipeline.stages import StagedModel, list_tensors
+from samestep.pipeline.tied import TiedWeights
+from samestep.torch_internals import run_backward
+from samestep.world.group import Group
+
+
+class _Leave(BaseException):
+    """Leaves the script's function after the last stage of this rank."""
+
+
+@dataclass
+class _Flight:
+    """A micro-batch on its way through the stages of this rank.
+
+    Attributes:
+        seed: returns the seed of a stage.
+        stage: the one that computes; -1 before the model is called.
+        inputs: stage -> the tensors at which its graph begins.
+        outputs: stage -> the tensors that cross the next cut, and get gradients.
+    """
+
+    seed: Callable[..., int]
+    stage: int = -1
+    inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+class Pipeline:
+    """Runs functions of micro-batches on the ranks of a pipeline, or on one rank.
+
+    Attributes:
+        held: the stages of this rank.
+        has_results: whether it gets the functions' results.
+        tied: the weights that several stages use.
+    """
+
+    def __init__(self, staged: StagedModel, group: Group) -> None:
+        self._staged = staged
+        self._num_ranks = group.ranks_per_replica
+        self._position = group.rank % self._num_ranks
+        self._rank = group.rank
+        self.held = find_held(self._position, self._num_ranks, staged.num_stages)
+        self.has_results = self.held.stop == staged.num_stages
+        self._lower = {stage: staged.list_params(range(self.held.start, stage)) for stage in self.held}
+        self._messages = Messages(group)
+        self._outlines = Outlines()
+        self._outlining: ExitStack = ExitStack()
+        self._flight: _Flight | None = None  # of the function that runs
+        first = group.rank - self._position
+        ranks = [
+            first + position
+            for position in range(self._num_ranks)
+            for _ in find_held(position, self._num_ranks, staged.num_stages)
+        ]
+        self.tied = TiedWeights(staged, self.held, ranks, self._messages, lambda: self._flight is not None)
+        self._waiting: dict[int, _Flight] = {}  # for their backward passes
+        self._returning: _Flight | None = None  # in its backward pass
+        staged.model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for stage, cut in enumerate(staged.cuts.values(), start=1):
+            cut.register_forward_pre_hook(partial(self._cross, stage), with_kwargs=True)
+        for module in staged.stages:
+            if list_tensors(module) and module is not staged.model:
+                module.register_forward_pre_hook(self._check_stage)
+
+    def __deepcopy__(self, memo: Any) -> "Pipeline":
+        """A copy of the model has its hooks, which see that another one runs."""
+        return self
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank has waited for others."""
+        return self._messages.waited_s
+
+    def run_pass(
+        self, micro_batches: Sequence[int], forward: Callable[[int], None], backward: Callable[[int], None]
+    ) -> None:
+        """Call `forward` and `backward` with each micro-batch, in the order of this rank."""
+        for kind, v in build_schedule(self._position, self._num_ranks, micro_batches):
+            if kind is Kind.FORWARD:
+                forward(v)
+            else:
+                self._returning = self._waiting.pop(v)
+                backward(v)
+        self._returning = None
+        self._messages.finish()
+
+    def forward(self, v: int, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> Any:
+        """Run a function of micro-batch v. `backward` follows. Arguments and result as for `score`."""
+        self._waiting[v], result = self._run(function, batch, seed)
+        return result
+
+    def score(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> Any:
+        """Run a function without gradients.
+
+        Args:
+            seed: returns the seed of a stage, `stage=...`.
+
+        Returns:
+            Its result, on the rank with the last stage; else None.
+
+        Raises:
+            UsageError: the function, or the model, does what a pipeline does not support.
+        """
+        return self._run(function, batch, seed)[1]
+
+    def _run(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> tuple[_Flight, Any]:
+        self._flight = flight = _Flight(seed)
+        seed_all(seed(stage=0))
+        result = None
+        try:
+            result = function(batch)
+            self._check_end(flight)
+        except _Leave:
+            pass
+        except RuntimeError as error:  # NotImplementedError is one, too
+            if isinstance(error, Error) or not self.held.start or "meta" not in str(error):
+                raise
+            raise UsageError(
+                f"rank {self._rank} has the stages from {self._name_cut(self.held.start)} on, and what they use was "
+                f"computed without values on the meta device before ({error}): a stage gets values by what crosses its "
+                "cut only, and no line of the script may read values of the model before its end; see docs/pipeline.md",
+                code="SS224",
+            ) from error
+        finally:
+            self._flight = None
+            self._outlining.close()
+        return flight, result
+
+    def _check_end(self, flight: _Flight) -> None:
+        """Raise UsageError if a function has returned without its last stage on this rank."""
+        if not self.has_results and self.held.stop - 1 in flight.outputs:
+            raise UsageError(
+                "the function of step.run has caught a BaseException, by which a pipeline leaves it: catch Exception",
+                code="SS224",
+            )
+        if flight.stage != self._staged.num_stages - 1:
+            missing = self._staged.name if flight.stage < 0 else self._name_cut(flight.stage + 1)
+            raise UsageError(
+                f"the function of step.run did not call {missing} in a micro-batch: with pipeline, it calls the whole "
+                "model once",
+                code="SS224",
+            )
+
+    def _name_cut(self, stage: int) -> str:
+        return f"{self._staged.name}.{[*self._staged.cuts][stage - 1]}"
+
+    # --- forward ----------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The model is called: without values, unless the first stage is here."""
+        flight = self._find_flight()
+        if flight is None:
+            return None
+        if flight.stage >= 0:
+            raise UsageError(
+                f"the function of step.run calls {self._staged.name} twice in a micro-batch: with pipeline, call it "
+                "once",
+                code="SS224",
+            )
+        flight.stage = 0
+        if not self.held.start:
+            return None
+        self._outlining.enter_context(self._outlines)
+        return tree_map_only(Tensor, _outline, (args, kwargs))
+
+    def _find_flight(self) -> _Flight | None:
+        """Return the micro-batch that the model computes. One rank can also use it elsewhere."""
+        if self._flight is None and self._num_ranks > 1:
+            raise UsageError(
+                f"{self._staged.name} ran outside of step.run and run.evaluate (or again, in an activation checkpoint "
+                "around a cut), and this rank has some of its stages only: call it in their functions",
+                code="SS224",
+            )
+        return self._flight
+
+    def _check_stage(self, module: nn.Module, args: Any) -> None:
+        flight = self._flight
+        if flight is None:
+            return
+        stage = self._staged.stages[module]
+        if flight.stage != stage:
+            raise UsageError(
+                f"{self._staged.paths[module]} is in stage {stage}, by the order in which {self._staged.name} has "
+                f"registered its modules, and its forward calls it in stage {flight.stage}: register modules in the "
+                "order in which forward calls them, and call each in one stage",
+                code="SS224",
+            )
+
+    def _cross(self, stage: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The module at a cut is called: the stage begins here, or this rank's part ends."""
+        flight = self._find_flight()
+        if flight is None:
+            return None
+        if flight.stage != stage - 1:
+            raise UsageError(
+                f"{self._name_cut(stage)} begins stage {stage}, and was called in stage {flight.stage}: forward must "
+                "call the modules in stages of run.prepare in this order, each once",
+                code="SS224",
+            )
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        has_graph = torch.is_grad_enabled()
+        if stage - 1 in self.held:
+            flight.outputs[stage - 1] = [each for each in tensors if has_graph and each.is_floating_point()]
+        if stage == self.held.stop:
+            self._messages.send_on([*map(_separate, tensors)], self._rank + 1)
+            raise _Leave
+        flight.stage = stage
+        if stage < self.held.start:
+            return None
+        if stage == self.held.start:
+            self._outlining.close()
+            inputs = self._messages.receive_on(tensors, self._rank - 1)
+        else:
+            inputs = [*map(_separate, tensors)]
+        # Not as the outputs: their graph is known on the rank before only.
+        flight.inputs[stage] = [each.requires_grad_() for each in inputs if has_graph and each.is_floating_point()]
+        seed_all(flight.seed(stage=stage))
+        left = iter(inputs)
+        return tree_unflatten([next(left) if isinstance(each, Tensor) else each for each in leaves], structure)
+
+    # --- backward ---------------------------------------------------------------------------------------------
+
+    def run_backward(self, params: Sequence[Tensor], loss: Any, factor: float | Tensor) -> None:
+        """Run the backward pass of a micro-batch through the stages of this rank. See `RunBackward`."""
+        flight = self._returning
+        assert flight is not None  # in `run_pass`
+        passed: list[Tensor] = []
+        for stage in reversed(self.held):
+            if stage == self._staged.num_stages - 1:
+                run_backward_alone(params, loss, factor)
+            else:
+                outputs = flight.outputs[stage]
+                if stage == self.held.stop - 1:
+                    passed = self._messages.receive(outputs, self._rank + 1)
+                pairs = [(one, grad) for one, grad in zip(outputs, passed, strict=True) if one.requires_grad]
+                if pairs:
+                    ends, grads = zip(*pairs, strict=True)
+                    run_backward(ends, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            self._check_lower(stage)
+            inputs = flight.inputs.get(stage, ())
+            passed = [torch.zeros_like(each) if each.grad is None else _separate(each.grad) for each in inputs]
+        if self.held.start:
+            self._messages.send(passed, self._rank - 1)
+
+    def _check_lower(self, stage: int) -> None:
+        """Raise UsageError if the backward pass of a stage has computed gradients of stages before it."""
+        lower = self._lower[stage]
+        if any(map(is_not, map(read_grad, lower), NONE)):
+            cut = self._name_cut(stage)
+            raise UsageError(
+                f"the backward pass of the stage of {cut} has reached a stage before it: let what the stage uses cross "
+                f"the cut as an argument of {cut}, with no residual around it, and use a parameter in one stage only",
+                code="SS224",
+            )
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _separate(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor with the values, without the graph, as another rank would receive it."""
+    own = tensor.detach().contiguous()
+    return own.clone() if own.storage_offset() else own

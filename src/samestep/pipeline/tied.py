@@ -1,0 +1,91 @@
+"""Weights that several stages use, such as those of tied embeddings.
+
+Each stage computes a gradient of its own, with a parameter of its own in the memory of the weight. Each is summed over
+the micro-batches like that of any parameter, and the sums are added in the order of the stages. So the order of the
+additions is the same where the stages are on one rank. All ranks with such a stage hold the weight and update it alike.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.engine.leaf import add
+from samestep.pipeline.messages import Messages
+from samestep.pipeline.stages import StagedModel
+
+
+class TiedWeights:
+    """The weights of a model that several stages use.
+
+    Args:
+        held: the stages of this rank.
+        ranks: of the pipeline that have each stage.
+        is_running: returns whether the pipeline runs the model.
+    """
+
+    def __init__(
+        self, staged: StagedModel, held: range, ranks: list[int], messages: Messages, is_running: Callable[[], bool]
+    ) -> None:
+        self._ranks = ranks
+        self._messages = messages
+        self._is_running = is_running
+        # Per weight and stage, the parameter that gets the gradient of the stage; on the meta device for other ranks.
+        self._leaves: dict[nn.Parameter, dict[int, nn.Parameter]] = {}
+        for weight, uses in staged.tied.items():
+            leaves = self._leaves[weight] = {}
+            for stage, modules in uses.items():
+                leaf = weight
+                if stage not in held:
+                    leaf = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+                elif leaves:  # not the first stage
+                    leaf = nn.Parameter(weight.detach(), weight.requires_grad)
+                leaves[stage] = leaf
+                for module, key in modules if leaf is not weight else ():
+                    module.register_forward_pre_hook(partial(self._use, key, leaf, weight))
+                    module.register_forward_hook(partial(self._restore, key, weight), always_call=True)
+
+    def __deepcopy__(self, memo: Any) -> "TiedWeights":
+        return self  # as for `Pipeline`
+
+    def _use(self, key: str, leaf: nn.Parameter, weight: nn.Parameter, module: nn.Module, args: Any) -> None:
+        """A module begins: let it use the parameter of its stage."""
+        if self._is_running():
+            leaf.requires_grad_(weight.requires_grad)
+            if not leaf.is_meta:
+                leaf.data = weight.data
+            setattr(module, key, leaf)
+
+    def _restore(self, key: str, weight: nn.Parameter, module: nn.Module, args: Any, output: Any) -> None:
+        if getattr(module, key) is not weight:
+            setattr(module, key, weight)
+
+    def split(self, trained: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters with those of each stage in place of a tied weight. The same names on all ranks."""
+        return [
+            (f"{name} in stage {stage}" if number else name, leaf)
+            for name, param in trained
+            for number, (stage, leaf) in enumerate(self._leaves.get(param, {0: param}).items())
+        ]
+
+    def merge(self) -> None:
+        """Add the gradients of the stages, in their order, on each rank that has one of them."""
+        own_rank = self._messages.rank
+        for weight, leaves in self._leaves.items():
+            ranks = sorted({self._ranks[stage] for stage in leaves})
+            if own_rank not in ranks:
+                continue
+            total: Tensor | None = None
+            for stage, leaf in leaves.items():
+                grad = leaf.grad
+                if self._ranks[stage] == own_rank:
+                    for target in (rank for rank in ranks if rank != own_rank):
+                        self._messages.send_if_any(grad, target)
+                else:
+                    grad = self._messages.receive_if_any(weight, self._ranks[stage])
+                leaf.grad = None
+                total = add(total, grad)
+            weight.grad = total
+        self._messages.finish()
