@@ -71,11 +71,11 @@ PLANTED = (
     ),
     Planted(
         "the seed of a micro-batch does not depend on the step", SAME_BITS, "plan/order.py",
-        "_pack(seed & _MASK_64, step, pass_, micro_batch)", "_pack(seed & _MASK_64, 0, pass_, micro_batch)",
+        "_pack(seed & _MASK_64, step, pass_, micro_batch | ", "_pack(seed & _MASK_64, 0, pass_, micro_batch | ",
     ),
     Planted(
         "the seed of a micro-batch does not depend on the pass", SAME_BITS, "plan/order.py",
-        "_pack(seed & _MASK_64, step, pass_, micro_batch)", "_pack(seed & _MASK_64, step, 0, micro_batch)",
+        "_pack(seed & _MASK_64, step, pass_, micro_batch | ", "_pack(seed & _MASK_64, step, 0, micro_batch | ",
     ),
     Planted(
         "Python's generator is not seeded", SAME_BITS, "data/loader.py",
@@ -148,7 +148,7 @@ PLANTED = (
     # --- evaluations
     Planted(
         "an evaluation has the scores of the first rank only", EVALUATE, "train/evaluate.py",
-        "_merge(layout.sort(rows))", "_merge(rows[0])",
+        "_merge(layout.sort(rows[group.last_ranks]))", "_merge(rows[0])",
     ),
     Planted(
         "an evaluation trains dropout", EVALUATE, "train/evaluate.py",

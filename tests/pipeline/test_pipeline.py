@@ -1,0 +1,139 @@
+"""A run with a pipeline has the same bits for each map of its stages to ranks."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline.piped import CASES, Mlp, TiedGpt, count_bytes, train_on
+from support.runs import read_bits
+from support.tiny import Pairs, Tiny
+from torch import Tensor
+
+import samestep
+
+MAPS = [(1, 2), (2, 1), (1, 4), (2, 2), (3, 2), (1, 3), (4, 1)]  # pipelines, ranks of each
+QUICK = {
+    ("mlp", (3, 2)), ("mlp", (1, 4)), ("gpt", (2, 2)), ("tied", (1, 3)), ("tied", (2, 2)), ("resnet", (1, 4)),
+}  # fmt: skip
+
+
+@functools.cache
+def run_alone(kind: str, **options: Any) -> dict[str, Any]:
+    return train_on(1, 1, kind, **options)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [
+    pytest.param(kind, ranks, marks=[] if (kind, ranks) in QUICK else pytest.mark.soak)
+    for kind in CASES for ranks in MAPS
+])  # fmt: skip
+def test_same_bits(kind: str, ranks: tuple[int, int]) -> None:
+    assert train_on(*ranks, kind) == run_alone(kind)
+
+
+@pytest.mark.parametrize("options", [
+    {"clips": True, "kind": "tied"},
+    {"is_weighted": True},
+    {"in_sharded_init": True, "kind": "tied"},
+    {"optimizer": functools.partial(torch.optim.Adagrad, lr=0.01)},
+    {"precision": "bf16"},
+    pytest.param({"precision": "fp16"}, marks=pytest.mark.soak),
+    pytest.param({"exchange_dtype": "bf16"}, marks=pytest.mark.soak),
+], ids=str)  # fmt: skip
+def test_same_bits_with(options: dict[str, Any]) -> None:
+    given = {"kind": "gpt"} | options
+    expected = train_on(1, 1, **given)
+    assert expected != run_alone(given["kind"])
+    assert train_on(2, 2, **given) == expected
+
+
+@pytest.mark.parametrize(("kind", "maps"), [
+    ("resnet", [(1, 4), (2, 1), (2, 2)]),
+    ("tied", [(1, 1), (3, 2), (1, 4)]),
+])  # fmt: skip
+def test_resumed_on_other_ranks(kind: str, maps: list[tuple[int, int]], tmp_path: Path) -> None:
+    """A run that is stopped in each epoch, with other ranks each time, has the bits of one that was not stopped."""
+    for number, (num_replicas, num_ranks) in enumerate(maps):
+        max_steps = [2, 5, None][number]
+        found = train_on(num_replicas, num_ranks, kind, tmp_path / "parts", max_steps=max_steps)
+    whole = train_on(1, 2, kind, tmp_path / "whole")
+    assert found["state"] == whole["state"]
+    assert read_bits(tmp_path / "parts") == read_bits(tmp_path / "whole")
+
+
+def test_without_pipeline_a_function_is_as_good_as_a_loop(tmp_path: Path) -> None:
+    def weigh(batch: tuple[Tensor, Tensor]) -> float:
+        return float(batch[0].sum().abs())
+
+    def take(t: Tiny, x: Tensor, y: Tensor) -> None:
+        t.step.backward(F.mse_loss(t.model(x), y), weight=weigh((x, y)))
+
+    Tiny(tmp_path / "loop").train(body=take)
+    t = Tiny(tmp_path / "function")
+    for epoch in t.run.epochs(Pairs(), 2):
+        for step in epoch:
+            step.run(lambda batch: F.mse_loss(t.model(batch[0]), batch[1]), weight=weigh)
+            t.optimizer.step()
+    assert read_bits(tmp_path / "function") == read_bits(tmp_path / "loop")
+
+
+def test_restored_on_several_ranks(tmp_path: Path) -> None:
+    def recall(num_ranks: int) -> Any:
+        run = samestep.Run(tmp_path / str(num_ranks), batch_size=4, micro_batch_size=2, pipeline=2, device="cpu")
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model=model, optimizer=optimizer, stages=["1"])
+        for step in run.steps(torch.ones(8, 1), 3):
+            step.run(lambda x: model(x).square().mean())
+            optimizer.step()
+            if step.number == 1:
+                run.snapshot("second")
+        run.restore("second")
+        return run.evaluate(lambda x: {"mean": model(x).mean()}, torch.ones(4, 1))
+
+    assert samestep.spawn(recall, 2, (2,)) == samestep.spawn(recall, 1, (1,))
+
+
+def test_a_copy_of_the_model_is_a_plain_model() -> None:
+    run = samestep.Run(None, batch_size=4, micro_batch_size=2, pipeline=4, device="cpu")
+    model = TiedGpt()
+    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters()), stages=CASES["tied"][2])
+    texts = torch.zeros(2, 6, dtype=torch.int64)
+    assert torch.equal(copy.deepcopy(model).eval()(texts), model.eval()(texts))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def measure(in_sharded_init: bool) -> list[tuple[int, int, int]]:
+    """Return per rank: the bytes of the parameters and buffers, of the optimizer's state, and of gradients."""
+    run: Any = samestep.Run(None, batch_size=4, micro_batch_size=2, pipeline=4, device="cpu")
+    if in_sharded_init:
+        with run.sharded_init():
+            model = Mlp()
+    else:
+        model = Mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    run.prepare(model=model, optimizer=optimizer, stages=["blocks.1", "blocks.2", "last"])
+    for step in run.steps(torch.ones(4, 8), 1):
+        step.run(lambda x: model(x).square().mean())
+        optimizer.step()
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    own = count_bytes(model), sum(each.nbytes for each in states), sum(each.nbytes for each in grads)
+    return run._context.group.gather(own)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("in_sharded_init", [False, True])
+def test_a_rank_holds_its_stages_only(in_sharded_init: bool) -> None:
+    model = Mlp()
+    parts = [[model.first, model.blocks[0]], [model.blocks[1]], [model.blocks[2], model.blocks[3]], [model.last]]
+    sizes = [sum(count_bytes(each) for each in part) for part in parts]
+    found = samestep.spawn(measure, 4, (in_sharded_init,))
+    assert [own for own, _, _ in found] == sizes
+    for own, states, grads in found:
+        assert 0 < grads <= own
+        assert states <= 2 * own + 100  # with the number of updates of each
