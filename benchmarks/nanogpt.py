@@ -42,7 +42,7 @@ def compute_cpu_s(process: subprocess.Popen[bytes]) -> float:
     """Wait for a process. Returns its CPU seconds and those of its children."""
     _, status, used = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(f"{process.args} has failed")
+        raise SystemExit(f"{process.args!r} has failed")
     return used.ru_utime + used.ru_stime
 
 
