@@ -97,6 +97,7 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], str]] = [
     ({"prepare": {"device_map": "keep"}}, ALL, 'device_map="keep" is not available with pipeline'),
     ({"objects": lambda model: {"average": torch.optim.swa_utils.AveragedModel(model)}}, ALL, "a pipeline cuts one"),
     ({"model": lambda: torch.compile(Chain(), backend="eager")}, ALL, "compiled as a whole"),
+    ({"body": lambda step, model, x: model(x).sum() * torch.nan}, SEVERAL, "nan in micro-batch 0 (rank 2)"),
     ({"model": share_buffer}, ALL, "model.a.table and model.c.table are one buffer"),
     ({"model": share}, ALL, "shares memory with"),
     ({"optimizer": torch.optim.LBFGS}, SEVERAL, "LBFGS, which needs the gradients of all stages"),

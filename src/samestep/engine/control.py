@@ -279,8 +279,13 @@ def find_logged(report: MicroBatchReport, names: Sequence[str]) -> Means:
     return {name: (mean, count) for name, mean, count in rows if count}
 
 
-def average_losses(reports: Sequence[MicroBatchReport], step: int, layout: Layout) -> tuple[float, float | None]:
+def average_losses(
+    reports: Sequence[MicroBatchReport], step: int, layout: Layout, ranks: Sequence[int]
+) -> tuple[float, float | None]:
     """Return the total weight of all ranks' losses, and their average; None without weight.
+
+    Args:
+        ranks: those that have the losses, in the order of the layout.
 
     Raises:
         InvalidValue: a loss is not finite.
@@ -289,7 +294,7 @@ def average_losses(reports: Sequence[MicroBatchReport], step: int, layout: Layou
     weighted: list[float] = []
     for v, (_, loss, weight, _) in enumerate(reports):
         if not math.isfinite(loss):
-            rank = next(rank for rank, held in enumerate(layout.ranges) if v in held)
+            rank = next(rank for rank, held in zip(ranks, layout.ranges, strict=True) if v in held)
             raise InvalidValue(
                 f"the loss of step {step} is {loss} in micro-batch {v} (rank {rank}): nothing of this step is saved; "
                 "check that batch, the learning rate and the precision",

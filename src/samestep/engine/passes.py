@@ -359,8 +359,9 @@ class PassAttempt:
             reduced.new_names = sorted({*chain(*reduced.logged)} - {*names})
         elif names:
             reduced.logged = [find_logged(report, names) for report in reports]
+        ranks = range(gradients.group.world_size)[gradients.group.last_ranks]
         try:
-            reduced.total_weight, reduced.loss = average_losses(reports, self._step, self._layout)
+            reduced.total_weight, reduced.loss = average_losses(reports, self._step, self._layout, ranks)
         except Error as error:  # the same on all ranks
             reduced.error = error
             return reduced
