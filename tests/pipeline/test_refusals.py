@@ -83,6 +83,22 @@ def look(model: Any, x: Tensor) -> Tensor:
     return model.c(model.b(y * y.sum().item()))  # type: ignore[no-any-return]
 
 
+def tie() -> Chain:
+    model = Chain()
+    model.c.weight = model.a.weight
+    return model
+
+
+def use_first_in_last(model: Any, x: Tensor) -> Tensor:
+    return nn.functional.linear(model.c(model.b(model.a(x))), model.a.weight)
+
+
+def keep_loss(model: Any, x: Tensor) -> Tensor:
+    y = model.a(x)
+    model.extra = y.square().mean()
+    return model.c(model.b(y))  # type: ignore[no-any-return]
+
+
 ALL, SEVERAL = (1, 3), (3,)  # numbers of ranks
 
 
@@ -113,6 +129,12 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], str]] = [
     ({"model": lambda: Chain(lambda m, x: (lambda y: m.c(y + m.b(y)))(m.a(x)))}, (1,), "has reached a stage before it"),
     ({"model": lambda: Chain(lambda m, x: (lambda y: m.c(y + m.b(y)))(m.a(x)))}, SEVERAL, "on the meta device before"),
     ({"model": lambda: Chain(lambda m, x: m.c(m.b(m.a(x))) * m.a.weight[0])}, (1,), "has reached a stage before it"),
+    ({"model": lambda: Chain(use_first_in_last)}, (1,), "has reached a stage before it"),
+    ({"model": lambda: Chain(use_first_in_last)}, SEVERAL, "on the meta device before"),
+    ({"model": tie, "body": lambda step, model, x: compute(step, model, x) + model.c.weight.sum()}, ALL,
+     "a weight that stages share outside of its modules"),
+    ({"model": lambda: Chain(keep_loss), "body": lambda step, model, x: compute(step, model, x) + model.extra}, SEVERAL,
+     "on the meta device before"),
     ({"model": lambda: Chain(look)}, SEVERAL, "on the meta device before"),
     ({"model": lambda: Chain(lambda m, x: m.c(m.b(torch.complex(m.a(x), x)).real))}, SEVERAL, "real numbers cross"),
     ({"env": {"SAMESTEP_PIPELINE_RANKS": "2"}}, SEVERAL, "give 1 or 3"),

@@ -8,8 +8,8 @@ A rank cuts the graph also between two stages of its own, and passes the gradien
 wherever it is: in the same order, from contiguous tensors, with the random numbers of its own seed.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_not
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from samestep.data.loader import seed_all
-from samestep.engine.leaf import NONE, read_grad, run_backward_alone
+from samestep.engine.leaf import NONE, drop_grads, read_grad, run_backward_alone
 from samestep.errors import Error, UsageError
 from samestep.pipeline.messages import Messages
 from samestep.pipeline.outlines import Outlines
@@ -68,7 +68,6 @@ class Pipeline:
         self._rank = group.rank
         self.held = find_held(self._position, self._num_ranks, staged.num_stages)
         self.has_results = self.held.stop == staged.num_stages
-        self._lower = {stage: staged.list_params(range(self.held.start, stage)) for stage in self.held}
         self._messages = Messages(group)
         self._outlines = Outlines()
         self._outlining: ExitStack = ExitStack()
@@ -80,6 +79,10 @@ class Pipeline:
             for _ in find_held(position, self._num_ranks, staged.num_stages)
         ]
         self.tied = TiedWeights(staged, self.held, ranks, self._messages, lambda: self._flight is not None)
+        # What the backward pass of a stage must not reach.
+        self._foreign = {
+            stage: [*staged.list_params(range(self.held.start, stage)), *self.tied.weights] for stage in self.held
+        }
         self._waiting: dict[int, _Flight] = {}  # for their backward passes
         self._returning: _Flight | None = None  # in its backward pass
         staged.model.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -102,6 +105,7 @@ class Pipeline:
         self, micro_batches: Sequence[int], forward: Callable[[int], None], backward: Callable[[int], None]
     ) -> None:
         """Call `forward` and `backward` with each micro-batch, in the order of this rank."""
+        drop_grads(self.tied.weights)
         for kind, v in build_schedule(self._position, self._num_ranks, micro_batches):
             if kind is Kind.FORWARD:
                 forward(v)
@@ -135,23 +139,33 @@ class Pipeline:
         seed_all(seed(stage=0))
         result = None
         try:
-            result = function(batch)
-            self._check_end(flight)
+            with self._explaining():
+                result = function(batch)
+                self._check_end(flight)
+                if any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves(result)):
+                    raise RuntimeError("the result is on the meta device")
         except _Leave:
             pass
+        finally:
+            self._flight = None
+            self._outlining.close()
+        return flight, result
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Explain torch's errors about tensors without values."""
+        try:
+            yield
         except RuntimeError as error:  # NotImplementedError is one, too
             if isinstance(error, Error) or not self.held.start or "meta" not in str(error):
                 raise
             raise UsageError(
                 f"rank {self._rank} has the stages from {self._name_cut(self.held.start)} on, and what they use was "
-                f"computed without values on the meta device before ({error}): a stage gets values by what crosses its "
-                "cut only, and no line of the script may read values of the model before its end; see docs/pipeline.md",
+                f"computed without values on the meta device before ({' '.join(str(error).split())}): a stage gets "
+                "values by what crosses its cut and from its own modules only, and no line of the script may read "
+                "values of the model before its end; see docs/pipeline.md",
                 code="SS224",
             ) from error
-        finally:
-            self._flight = None
-            self._outlining.close()
-        return flight, result
 
     def _check_end(self, flight: _Flight) -> None:
         """Raise UsageError if a function has returned without its last stage on this rank."""
@@ -255,7 +269,8 @@ class Pipeline:
         passed: list[Tensor] = []
         for stage in reversed(self.held):
             if stage == self._staged.num_stages - 1:
-                run_backward_alone(params, loss, factor)
+                with self._explaining():
+                    run_backward_alone(params, loss, factor)
             else:
                 outputs = flight.outputs[stage]
                 if stage == self.held.stop - 1:
@@ -263,21 +278,21 @@ class Pipeline:
                 pairs = [(one, grad) for one, grad in zip(outputs, passed, strict=True) if one.requires_grad]
                 if pairs:
                     ends, grads = zip(*pairs, strict=True)
-                    run_backward(ends, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
-            self._check_lower(stage)
+                    with self._explaining():
+                        run_backward(ends, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            self._check_reached(stage)
             inputs = flight.inputs.get(stage, ())
             passed = [torch.zeros_like(each) if each.grad is None else _separate(each.grad) for each in inputs]
         if self.held.start:
             self._messages.send(passed, self._rank - 1)
 
-    def _check_lower(self, stage: int) -> None:
-        """Raise UsageError if the backward pass of a stage has computed gradients of stages before it."""
-        lower = self._lower[stage]
-        if any(map(is_not, map(read_grad, lower), NONE)):
-            cut = self._name_cut(stage)
+    def _check_reached(self, stage: int) -> None:
+        """Raise UsageError if the backward pass of a stage has computed gradients of another one."""
+        if any(map(is_not, map(read_grad, self._foreign[stage]), NONE)):
             raise UsageError(
-                f"the backward pass of the stage of {cut} has reached a stage before it: let what the stage uses cross "
-                f"the cut as an argument of {cut}, with no residual around it, and use a parameter in one stage only",
+                f"the backward pass of stage {stage} of {self._staged.name} has reached a stage before it, or a weight "
+                "that stages share outside of its modules: let what a stage uses cross its cut as an argument, with no "
+                "residual around the cut, and use a parameter inside of its modules only",
                 code="SS224",
             )
 

@@ -37,15 +37,16 @@ class TiedWeights:
         for weight, uses in staged.tied.items():
             leaves = self._leaves[weight] = {}
             for stage, modules in uses.items():
-                leaf = weight
-                if stage not in held:
-                    leaf = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-                elif leaves:  # not the first stage
-                    leaf = nn.Parameter(weight.detach(), weight.requires_grad)
-                leaves[stage] = leaf
-                for module, key in modules if leaf is not weight else ():
+                data = weight.detach() if stage in held else torch.empty_like(weight, device="meta")
+                leaves[stage] = leaf = nn.Parameter(data, weight.requires_grad)
+                for module, key in modules:
                     module.register_forward_pre_hook(partial(self._use, key, leaf, weight))
                     module.register_forward_hook(partial(self._restore, key, weight), always_call=True)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weights. Within a pass, they have no gradients, unless the script uses them outside of their modules."""
+        return [*self._leaves]
 
     def __deepcopy__(self, memo: Any) -> "TiedWeights":
         return self  # as for `Pipeline`
