@@ -380,10 +380,10 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
     arguments["pipeline_ranks"] = ranks = _choose_pipeline_ranks(arguments, environment.world_size)
     check_numbers(arguments["batch_size"], arguments["micro_batch_size"], environment.world_size // ranks, advise)
     config = RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
-    if config.shard_copies > 1 and config.shard != "optimizer":
+    if config.shard_copies > 1 and config.shard == "fsdp2":
         raise InvalidValue(
-            f"shard_copies={config.shard_copies} is for shard='optimizer', and shard is {config.shard!r}: set that, or "
-            "leave shard_copies out",
+            f'shard_copies={config.shard_copies} is not available with shard="fsdp2": use shard="optimizer", or start '
+            f"with {advise(shard_copies=1)}",
             code="SS104",
         )
     return config

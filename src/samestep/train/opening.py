@@ -126,7 +126,11 @@ def _build_observers(data: LoopData, context: RunContext, prepared: Prepared, se
         interceptor.begin_loop(parts)
     divided = prepared.divided
     lost: list[StepObserver] = []
-    if isinstance(divided, DividedOptimizers) and context.config.shard_copies > 1:
+    if (
+        isinstance(divided, DividedOptimizers)
+        and context.config.shard == "optimizer"
+        and context.config.shard_copies > 1
+    ):
         lost.append(LostCopies(divided, prepared.parameters, services.metrics))
     return Observers(
         [*lost, prepared.parameters, services.metrics, services.stopping, prepared.misuse, *prepared.interceptors],
