@@ -134,7 +134,6 @@ def _compute(
     options |= {name: values[name] for name in OF_RUN if name in values}
     options |= {
         "shard": "none",  # every rank sees whole tensors, and the bits do not depend on it
-        "shard_copies": 1,
         "run_dir": scratch / "run",
         "resume": first or "latest",
         "fresh": False,
