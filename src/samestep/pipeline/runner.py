@@ -24,7 +24,7 @@ from samestep.engine.leaf import NONE, drop_grads, read_grad, run_backward_alone
 from samestep.errors import Error, UsageError
 from samestep.pipeline.messages import Messages
 from samestep.pipeline.outlines import Outlines
-from samestep.pipeline.schedule import Kind, build_schedule, find_held
+from samestep.pipeline.schedule import Kind, build_schedule, find_held, list_positions
 from samestep.pipeline.stages import StagedModel, list_tensors
 from samestep.pipeline.tied import TiedWeights
 from samestep.torch_internals import run_backward
@@ -73,11 +73,7 @@ class Pipeline:
         self._outlining: ExitStack = ExitStack()
         self._flight: _Flight | None = None  # of the function that runs
         first = group.rank - self._position
-        ranks = [
-            first + position
-            for position in range(self._num_ranks)
-            for _ in find_held(position, self._num_ranks, staged.num_stages)
-        ]
+        ranks = [first + position for position in list_positions(self._num_ranks, staged.num_stages)]
         self.tied = TiedWeights(staged, self.held, ranks, self._messages, lambda: self._flight is not None)
         # What the backward pass of a stage must not reach.
         self._foreign = {

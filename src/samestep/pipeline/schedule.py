@@ -37,6 +37,17 @@ def find_held(position: int, num_ranks: int, num_stages: int) -> range:
     return range(position * num_stages // num_ranks, (position + 1) * num_stages // num_ranks)
 
 
+def list_positions(num_ranks: int, num_stages: int) -> list[int]:
+    """Return for each stage the position of its rank in the pipeline.
+
+    Example::
+
+        >>> list_positions(3, 4)
+        [0, 1, 2, 2]
+    """
+    return [position for position in range(num_ranks) for _ in find_held(position, num_ranks, num_stages)]
+
+
 def build_schedule(position: int, num_ranks: int, micro_batches: Sequence[int]) -> list[tuple[Kind, int]]:
     """Return what the rank at a position of its pipeline computes, in order.
 

@@ -94,12 +94,13 @@ class DividedOptimizers(DividedState):
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if the state of an optimizer cannot be divided."""
+        self._refuse_lbfgs("parameters", 'leave out shard="optimizer"')
+
+    def _refuse_lbfgs(self, divided: str, remedy: str) -> None:
         for name, optimizer in self._objects.optimizers.items():
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise InvalidValue(
-                    f"{name} is LBFGS, which needs the gradients of all parameters at once: leave out "
-                    'shard="optimizer"',
-                    code="SS606",
+                    f"{name} is LBFGS, which needs the gradients of all {divided} at once: {remedy}", code="SS606"
                 )
 
     def check_living(self) -> None:

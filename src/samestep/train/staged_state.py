@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from samestep.engine.ownership import StageOwnership
 from samestep.errors import InvalidValue
-from samestep.pipeline.schedule import find_held
+from samestep.pipeline.schedule import find_held, list_positions
 from samestep.pipeline.stages import StagedModel, give_up, list_tensors, move
 from samestep.snapshot.async_copy import Share, locate
 from samestep.snapshot.serialization import SavedState
@@ -100,10 +100,7 @@ class StagedState(DividedOptimizers):
 
     def __init__(self, objects: Objects, group: Group, staged: StagedModel) -> None:
         super().__init__(objects, group, copies=1)
-        num_ranks = group.ranks_per_replica
-        self._owner_of = {
-            stage: rank for rank in range(num_ranks) for stage in find_held(rank, num_ranks, staged.num_stages)
-        }
+        self._owner_of = list_positions(group.ranks_per_replica, staged.num_stages)  # of each stage, in replica 0
         self._staged = staged
         owners: dict[nn.Parameter, int] = {}
         for module, stage in staged.stages.items():
@@ -113,13 +110,7 @@ class StagedState(DividedOptimizers):
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if an optimizer needs the gradients of all stages at once."""
-        for name, optimizer in self._objects.optimizers.items():
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise InvalidValue(
-                    f"{name} is LBFGS, which needs the gradients of all stages at once: use another optimizer, or "
-                    "start with --pipeline-ranks 1",
-                    code="SS606",
-                )
+        self._refuse_lbfgs("stages", "use another optimizer, or start with --pipeline-ranks 1")
 
     def _send_updated(self, optimizer: Any, *_: Any) -> None:
         """No rank waits for the update of another one."""
