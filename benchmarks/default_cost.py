@@ -2,21 +2,28 @@
 
 The toy of the README's ladder, the `digits` recipe's model and a small transformer, each at several batch sizes, on one
 rank of one thread: without a run directory, and with one. The first row also has README's script as printed, in 4
-micro-batches and with a directory, by a plain loop that accumulates 4 micro-batches. `--micro-batches` adds runs of the
-same batch in that many micro-batches, from which the default of `micro_batch_size` was chosen
-(docs/dev/micro_batches.md).
+micro-batches and with a directory, by a plain loop that accumulates 4 micro-batches. Beside each is its floor: a loop
+by hand that does only what the same bits, the ledger's record and a checked snapshot after each epoch need on one rank.
+`--micro-batches` adds runs of the same batch in that many micro-batches, from which the default of `micro_batch_size`
+was chosen (docs/dev/micro_batches.md).
 """
 
 from __future__ import annotations  # cloudpickle does not see the names in a local class's annotations
 
+import hashlib
 import io
+import itertools
+import os
 import statistics
+import struct
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +41,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samestep
+from samestep.data.loader import seed_all
 from samestep.recipes.digits import CNN, load_data
 
 PLAIN, ACCUMULATING = "plain PyTorch loop", "plain loop, in 4"
 DEFAULT, DIRECTORY, README = "samestep, default", "with a directory", "README's script"
-BY_ACCUMULATING = "README's by in 4"
+FLOORS = {DEFAULT: "its floor", DIRECTORY: "floor with one", README: "README's floor"}
+BY_ACCUMULATING, FLOOR_BY_ACCUMULATING = "README's by in 4", "its floor by in 4"
 README_WORKLOAD, README_MICRO_BATCHES = ("toy", 32), 4
 TARGET = 0.9  # of the plain loop's samples per second
 VOCABULARY, LENGTH, WIDTH = 256, 64, 64
@@ -100,7 +109,7 @@ class RunArgs:
 
 
 WORKLOADS = {
-    "toy": Workload((32, 128), 32, build_toy_data, build_toy, F.mse_loss),
+    "toy": Workload((32, 128), 64, build_toy_data, build_toy, F.mse_loss),
     "digits": Workload((32, 96), 4, lambda: load_data()[0], CNN, F.cross_entropy),
     "transformer": Workload((8, 32), 2, build_sentences, Transformer, score_tokens),
 }
@@ -120,8 +129,71 @@ def run_plain(workload: Workload, batch_size: int, num_micro_batches: int = 1) -
                 yield
 
 
+def run_by_hand(
+    workload: Workload, batch_size: int, directory: Path | None = None, num_micro_batches: int = 1
+) -> Iterator[None]:
+    """A loop on one rank whose random numbers and order of additions would be the same on several ranks.
+
+    With a directory, it writes a row per step, with the checksum of two rows of the gradient, and a snapshot per epoch.
+    """
+    loader = DataLoader(workload.build_data(), batch_size=batch_size // num_micro_batches, shuffle=True)
+    model = workload.build_model()
+    params = list(model.parameters())
+    optimizer = torch.optim.Adam(params, lr=1e-3)
+    rows = None if directory is None else (directory / "rows").open("wb")
+    for epoch in itertools.count():
+        pending: list[tuple[int, list[Tensor]]] = []  # of the tree: number of micro-batches, and their sum
+        for number, (inputs, targets) in enumerate(loader, start=1):
+            seed_all(number)
+            workload.compute_loss(model(inputs), targets).backward()
+            if num_micro_batches > 1:
+                size, grads = 1, [cast(Tensor, param.grad) for param in params]
+                optimizer.zero_grad()
+                while pending and pending[-1][0] == size:
+                    left = pending.pop()[1]
+                    torch._foreach_add_(left, grads)
+                    size, grads = 2 * size, left
+                pending.append((size, grads))
+                if size < num_micro_batches:
+                    continue
+                pending.clear()
+                torch._foreach_div_(grads, num_micro_batches)
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad
+            if rows is not None:
+                checksums = [zlib.crc32(cast(Any, param.grad)[0].numpy()) for param in params[:2]]
+                rows.write(struct.pack("<QQQ", number, *checksums))
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+        if directory is not None and rows is not None:
+            save(directory, epoch, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, rows)
+
+
+def save(directory: Path, epoch: int, state: dict[str, Any], rows: IO[bytes]) -> None:
+    """Writes a snapshot with its hash, such that a crash of the machine leaves the last one or this one whole."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    snapshot = directory / f"{epoch}.new"
+    with open(snapshot, "wb") as file:
+        file.write(hashlib.sha256(buffer.getbuffer()).digest())
+        file.write(buffer.getbuffer())
+        sync(file)
+    sync(rows)
+    snapshot.rename(directory / f"{epoch}.pt")
+    (directory / f"{epoch - 1}.pt").unlink(missing_ok=True)
+    folder = os.open(directory, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def run_samestep(
-    workload: Workload, batch_size: int, micro_batch_size: int | None, run_dir: str | None = None
+    workload: Workload, batch_size: int, micro_batch_size: int | None, run_dir: Path | None = None
 ) -> Iterator[None]:
     run = samestep.Run(run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, device="cpu")
     model = workload.build_model()
@@ -138,19 +210,28 @@ def run_samestep(
                 run.stop()
 
 
+def create(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
 def run_rank(name: str, batch_size: int, micro_batches: list[int], args: RunArgs) -> Times:
     torch.set_num_threads(1)
     sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
     workload = WORKLOADS[name]
-    directory = tempfile.mkdtemp(dir=args.directory)
+    directory = Path(tempfile.mkdtemp(dir=args.directory))
     loops = {
         PLAIN: run_plain(workload, batch_size),
         DEFAULT: run_samestep(workload, batch_size, None),
-        DIRECTORY: run_samestep(workload, batch_size, None, f"{directory}/default"),
+        FLOORS[DEFAULT]: run_by_hand(workload, batch_size),
+        DIRECTORY: run_samestep(workload, batch_size, None, directory / "default"),
+        FLOORS[DIRECTORY]: run_by_hand(workload, batch_size, create(directory / "by_hand")),
     }
     if (name, batch_size) == README_WORKLOAD:
-        loops[ACCUMULATING] = run_plain(workload, batch_size, README_MICRO_BATCHES)
-        loops[README] = run_samestep(workload, batch_size, batch_size // README_MICRO_BATCHES, f"{directory}/readme")
+        num = README_MICRO_BATCHES
+        loops[ACCUMULATING] = run_plain(workload, batch_size, num)
+        loops[README] = run_samestep(workload, batch_size, batch_size // num, directory / "readme")
+        loops[FLOORS[README]] = run_by_hand(workload, batch_size, create(directory / "readme_by_hand"), num)
     for num in micro_batches:
         if batch_size % num == 0:
             loops[f"in {num}"] = run_samestep(workload, batch_size, batch_size // num)
@@ -182,11 +263,13 @@ def main() -> None:
                 shares = {other: compute_ratio(times, PLAIN, other) for other in times if other != PLAIN}
                 if README in times:
                     shares[BY_ACCUMULATING] = compute_ratio(times, ACCUMULATING, README)
+                    shares[FLOOR_BY_ACCUMULATING] = compute_ratio(times, ACCUMULATING, FLOORS[README])
                 results[f"{name}, batches of {batch_size}"] = rate | shares
     if args.json:
         print_json(results=results, target=TARGET)
         return
-    columns = [DEFAULT, DIRECTORY, ACCUMULATING, README, BY_ACCUMULATING, *(f"in {num}" for num in args.micro_batches)]
+    columns = [DEFAULT, FLOORS[DEFAULT], DIRECTORY, FLOORS[DIRECTORY], ACCUMULATING, README]
+    columns += [BY_ACCUMULATING, FLOOR_BY_ACCUMULATING, *(f"in {num}" for num in args.micro_batches)]
     rows = []
     for title, row in results.items():
         mark = "met" if row[DEFAULT] >= TARGET else "MISSED"
