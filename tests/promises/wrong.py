@@ -335,6 +335,10 @@ PREPARED: dict[str, Mistake] = {
         r"shard_blocks lists classes of modules, not 'Linear'", objects=lambda t: {"shard_blocks": "Linear"}),
     "a list of models": at_start(
         r"run\.prepare got models, a list without state_dict and load_state_dict", objects=lambda t: {"models": []}),
+    "a class of optimizers": at_start(
+        r"optimizer, the class SGD: pass an object", objects=lambda t: {"optimizer": SGD}),
+    "a layer without a shape": at_start(
+        r"layer\.weight has no shape before the first batch", objects=lambda t: {"layer": nn.LazyLinear(1)}),
     "a state that cannot be saved": at_start(
         r"scorer\.key is a function, which a snapshot cannot hold",
         objects=lambda t: {"scorer": Stateful(key=score)}),

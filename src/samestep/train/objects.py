@@ -15,6 +15,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
@@ -219,6 +220,8 @@ def find_params() -> OldParams:
 def check_objects(objects: Objects, old_params: OldParams) -> None:
     """Check the objects. Raises Error, see `Run.prepare`."""
     for name, thing in objects.by_name.items():
+        if isinstance(thing, type):
+            raise InvalidType(f"run.prepare got {name}, the class {thing.__name__}: pass an object of it", code="SS601")
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
             raise InvalidType(
                 f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict", code="SS601"
@@ -227,6 +230,11 @@ def check_objects(objects: Objects, old_params: OldParams) -> None:
             if isinstance(thing, kind):
                 raise InvalidType(f"{name} is a {kind.__name__}: {advice}", code="SS601")
     for name, module in objects.modules.items():
+        if lazy := [path for path, param in module.named_parameters() if is_lazy(param)]:
+            raise InvalidValue(
+                f"{name}.{lazy[0]} has no shape before the first batch: pass a batch through {name} before run.prepare",
+                code="SS601",
+            )
         check_module(name, module)
         spread_buffers(module)
         if any(is_sharded(param) for param in module.parameters()):
