@@ -1,6 +1,7 @@
 """Write docs/options.md and docs/reference.md from the declarations in the source: python tests/reference.py."""
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ line and as environment variables only. A run directory belongs to one value of 
 
 
 MADE_BY_RUN = ("Step", "Epoch", "TrackerInfo", "Tracker", "Source")  # Their constructors are not public.
+# Left out of signatures: other modules than torch, and the mark of type variables.
+MODULES = re.compile(r"\b(?:collections\.abc|contextlib|pathlib|typing|samestep(?:\.[a-z]\w*)+)\.|~(?=T\b)")
 INTERNAL = {
     "Step": (
         "loaded_fingerprint", "fingerprint", "gradient_checksum", "compute", "load_up_to",
@@ -77,8 +80,8 @@ def _body(name: str, thing: Any) -> str:
 def _format_signature(signature: inspect.Signature) -> str:
     """On one line if it is short, otherwise with a line per parameter."""
     shown = signature.replace(parameters=[each for each in signature.parameters.values() if each.name != "self"])
-    if len(str(shown)) <= 100:
-        return str(shown)
+    if len(text := _shorten(str(shown))) <= 100:
+        return text
     lines: list[str] = []
     kind = None
     for each in shown.parameters.values():
@@ -86,11 +89,15 @@ def _format_signature(signature: inspect.Signature) -> str:
             lines.append("*")
         elif kind is each.POSITIONAL_ONLY and each.kind is not kind:
             lines.append("/")
-        lines.append(str(each))
+        lines.append(_shorten(str(each)))
         kind = each.kind
     result = shown.return_annotation
-    returns = "" if result is shown.empty else f" -> {inspect.formatannotation(result)}"
+    returns = "" if result is shown.empty else f" -> {_shorten(inspect.formatannotation(result))}"
     return "".join(["(\n", *(f"    {line},\n" for line in lines), ")", returns])
+
+
+def _shorten(text: str) -> str:
+    return MODULES.sub("", text).replace("torch.nn.modules.module.", "torch.nn.")
 
 
 if __name__ == "__main__":

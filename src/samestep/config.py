@@ -287,7 +287,7 @@ class RunConfig:
     num_threads: int = _declare(
         int,
         "N",
-        "CPU threads per rank; in the run's identity, because it changes bits",
+        "CPU threads per rank, which change the bits",
         whole(1, MAX_THREADS),
         is_identity=True,
     )
@@ -308,8 +308,7 @@ class RunConfig:
     shard_copies: int = _declare(
         int,
         "N",
-        "how many ranks hold each part of the optimizers' state that shard divides; with 2, --heal continues after a "
-        "death",
+        "how many ranks hold each part of the optimizers' state that shard divides; --heal needs 2",
         whole(1, 2),
     )
     pipeline: int | None = _declare(
@@ -329,8 +328,7 @@ class RunConfig:
     exchange_dtype: ExchangeDtype | None = _declare(
         str,
         "T",
-        "bf16: round gradients and their partial sums to bfloat16, which halves the bytes of their exchange; none: "
-        "exchange them as they are",
+        "bf16: exchange gradients in bfloat16, at half the bytes; none: exchange them as they are",
         choice("bf16", None),
         is_identity=True,
     )
@@ -369,8 +367,7 @@ class RunConfig:
     continue_from: str | None = _declare(
         str,
         "RUN",
-        "begin a new run directory with the state of this run, for example with another batch size; RUN@400 or "
-        "RUN@best for a snapshot that is not its newest",
+        "begin a new run with the state of this one; RUN@400 or RUN@best for a snapshot that is not its newest",
         _check_source,
         default=None,
         is_shared=False,

@@ -12,16 +12,15 @@ class Error(Exception):
     """Invalid input or a mistake in the training loop.
 
     The message is one sentence: what is wrong, what was found and what to do. An uncaught `Error` ends the program with
-    this sentence instead of a traceback, and with exit code 2. Wrong arguments, calls and run directories raise
-    a subclass: `InvalidValue`, `InvalidType`, `UsageError`, `RunDirectoryError`; so does a `MissingPackage`. Commands
-    raise `Error` itself, as do other failures that no argument causes: ranks or hosts that differ, or a data set that
-    fails.
+    this sentence instead of a traceback, and with exit code 2. Wrong arguments, calls, run directories and packages
+    raise a subclass. Commands raise `Error` itself, as do failures that no argument causes: ranks or hosts that differ,
+    or a data set that fails.
 
     Args:
         message: the sentence.
         rank: the rank that prints the error. None if every rank raises the same error; then rank 0 prints it.
-        code: the kind of mistake, such as "SS108", which docs/errors.md explains. A program that the error ends prints
-            it after the sentence. "" in an error of a script.
+        code: the kind of mistake, such as "SS108", see docs/errors.md. It is printed after the sentence. "" in an error
+            of a script.
 
     Example::
 

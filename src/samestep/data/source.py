@@ -40,13 +40,13 @@ class Shard(NamedTuple):
 class Source(Protocol):
     """A data set with random access by micro-batch. Pass it to `Run.epochs`, `Run.steps` or `Run.evaluate`.
 
-    Every map-style data set is accepted there. A source reads all samples of a micro-batch in one call, and names its
-    shards. So the order of an epoch can mix the samples of a few shards at a time, which keeps reads local, and a
-    resumed run can refuse shards that have changed. docs/streaming.md describes both.
+    Unlike another map-style data set, a source reads all samples of a micro-batch in one call, and names its shards. So
+    an epoch can mix the samples of a few shards at a time, and a resumed run can refuse shards that have changed; see
+    docs/streaming.md.
 
     A data set whose reading draws no random numbers may also have `read_batch(indices)`. It gets an array of int64 and
     returns the micro-batch that the loop yields. It is called instead of `__getitems__` if no `collate_fn` is given,
-    and saves 20 us per micro-batch, because the generators need no seed and the indices no list.
+    and saves 20 us per micro-batch.
 
     Example::
 

@@ -41,9 +41,9 @@ Collate = Callable[[list[Any]], Any]
 class Run:
     """One training run, from its first step to its last, over all restarts.
 
-    The run seeds all generators, so create it before the model and before random data. The options are listed in
-    docs/options.md; one that is set on the command line (`samestep launch --batch-size 64`) or in the environment
-    (`SAMESTEP_BATCH_SIZE=64`) replaces the argument. docs/training.md is a guide.
+    The run seeds all generators, so create it before the model and before random data. An option that is set on the
+    command line (`samestep launch --batch-size 64`) or in the environment (`SAMESTEP_BATCH_SIZE=64`) replaces the
+    argument, see docs/options.md. docs/training.md is a guide.
 
     Args:
         run_dir: run directory, a path or a URL for fsspec. None: write nothing and resume nothing (notebooks).
@@ -52,19 +52,17 @@ class Run:
             at most `batch_size / micro_batch_size`. None: 8, 4 or 2 micro-batches per step if that leaves at least 64
             samples in each, else 1.
         seed: seed of everything random.
-        precision: "fp32", "bf16" or "fp16", used by `autocast`; "tf32" is float32 with matrix products and
-            convolutions in TF32 on a GPU, and fp32 on the CPU.
+        precision: "fp32", "bf16" or "fp16", used by `autocast`; "tf32" is fp32 with TF32 kernels on a GPU.
         shard: what the ranks divide among themselves: "optimizer" (the optimizers' state) or "fsdp2" (parameters,
             gradients and state); see docs/parallelism.md. None: every rank keeps all of it.
-        shard_copies: with `shard="optimizer"`, how many ranks hold the state of each parameter. With 2, the others
-            continue after the death of one (`samestep launch --heal`), see docs/running.md.
-        pipeline: number of stages into which `prepare` cuts the model; the ranks can divide them, with the same bits.
-            See docs/pipeline.md. None: no pipeline.
-        exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, at any number of ranks. This
-            halves the bytes of their exchange, see docs/parallelism.md. None: exchange them as they are.
+        shard_copies: with `shard="optimizer"`, how many ranks hold the state of each parameter. `samestep launch
+            --heal` needs 2, see docs/running.md.
+        pipeline: number of stages into which `prepare` cuts the model, see docs/pipeline.md. None: no pipeline.
+        exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, which halves the bytes of
+            their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
         snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. Unless it is
-            None, a snapshot is also taken at the end of the run, and when a signal stops it. With None, a signal ends
+            None, a snapshot is also taken at the end of the run, and when a signal stops it; with None, a signal ends
             the run at once.
         keep_last: how many numbered snapshots to keep. Named snapshots are always kept.
         resume: "latest", a step, the name of a snapshot such as "best", or False.
@@ -72,15 +70,14 @@ class Run:
         log_every: interval of the rows in `metrics.jsonl`: 10 (steps) or "1epochs".
         compare_every: interval of replica checks, which compare the parameters of all ranks: 100 (steps), "1epochs" or
             None. Unless it is None, they are also compared before each snapshot.
-        check_compute_every: number of steps between checks for faulty processors, in which a micro-batch of each rank
-            is computed by another rank, too, and the bits of losses and gradients are compared; see docs/running.md.
-            None: no checks.
+        check_compute_every: interval in steps at which another rank recomputes a micro-batch of each rank, and the bits
+            are compared, see docs/running.md. None: never.
         trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
         config: recorded in the run directory. A later start with another config warns. Texts under names such as
             `api_key` and `password` are recorded as "(hidden)".
         device: "cpu", "cuda" (local rank i uses GPU i) or one GPU for all ranks, such as "cuda:1". None: "cuda" if
             there is a GPU, else "cpu".
-        deterministic: use deterministic kernels only. If False, a GPU may give different bits each time.
+        deterministic: use deterministic kernels only. Otherwise, a GPU may give different bits each time.
 
     Attributes:
         dir: run directory or working copy; None without a directory.
@@ -249,14 +246,10 @@ class Run:
     def sharded_init(self) -> AbstractContextManager[None]:
         """Context manager in which the script builds a model that is too large for one rank, with `shard="fsdp2"`.
 
-        Parameters that are created inside it have no memory (they are on torch's meta device) before `prepare`, which
-        gives memory to one block after the other, and calls `reset_parameters` of each module. Each call has a seed of
-        its own, which follows from the run's seed and the order of the modules. So the values are the same at any
-        number of ranks, and in each mode of `shard`. Other initialization has no effect inside the block, and is
-        refused unless it writes through `.data`. All ranks run the same code there.
-
-        Returns:
-            The context manager.
+        Parameters that are created inside it are on torch's meta device. `prepare` gives memory to one block after the
+        other, and calls `reset_parameters` of each module with a seed of its own. So the values are the same at any
+        number of ranks, and with any `shard`. Other initialization inside the block is refused, or has no effect if it
+        writes through `.data`. All ranks run the same code there.
 
         Raises:
             UsageError: called after `prepare`, or (in `prepare`) a module has parameters and no `reset_parameters`, or
@@ -302,14 +295,13 @@ class Run:
             objects: models, optimizers, learning rate schedulers, averaged models, and all other objects
                 with `state_dict` and `load_state_dict`, by name.
             override: in a resumed run, use the script's data and its settings of optimizers and schedulers (`lr`,
-                `T_max`) where they differ from the run's. If False, the run keeps its settings and warns, and different
-                data are an error.
-            device_map: "keep" leaves every parameter on its device, for models with layers on several devices. None:
-                move all models to the device of the run.
+                `T_max`) where they differ from the run's. Otherwise, the run keeps its settings and warns, and
+                different data are an error.
+            device_map: "keep" leaves every parameter on its device. None: move all models to the device of the run.
             shard_blocks: with `shard="fsdp2"`, classes of modules whose parameters are gathered one module at a time.
                 None: the modules in each `nn.ModuleList`.
-            stages: with `pipeline`, the modules of the model that begin a stage, except for the first one, such as
-                "blocks.2", in the order in which its forward calls them.
+            stages: with `pipeline`, the names of the modules that begin the second and each further stage, such as
+                "blocks.2", in the order in which forward calls them.
 
         Raises:
             InvalidType, InvalidValue: an object has no state_dict, a model contains SyncBatchNorm, or an optimizer
@@ -375,30 +367,16 @@ class Run:
             collate_fn, num_workers, pin_memory: as in `torch.utils.data.DataLoader`.
             sampler: function of the epoch number that returns the indices of its samples, the same on all ranks. It is
                 called when the epoch begins, with seeded global generators, and may depend on the state of the
-                training, such as `run.state`. All epochs of the loop have the same length.
-            shuffle: whether to use a different order in each epoch. Default: True.
-            drop_last: whether to leave out the last step of an epoch if it is short. Default: False.
+                training. All epochs of the loop have the same length.
+            shuffle: use a different order in each epoch. Default: True.
+            drop_last: leave out the last step of an epoch if it is short. Default: False.
 
         Raises:
             InvalidType, InvalidValue: the data set cannot be indexed, or an argument does not fit it.
             UsageError: `prepare` was not called, or another loop was left by `break`.
             RunDirectoryError: the data set is not the one that the run began with.
 
-        Example::
-
-            >>> import samestep, torch
-            >>> run = samestep.Run(None, batch_size=4)
-            >>> model = torch.nn.Linear(1, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> run.prepare(model=model, optimizer=optimizer)
-            >>> for epoch in run.epochs(torch.ones(10, 1), 1):
-            ...     for step in epoch:
-            ...         for x in step:
-            ...             step.backward(model(x).mean())
-            ...         optimizer.step()
-            ...
-            >>> run.steps_done
-            3
+        Example: see `Epoch`.
         """
         whole(1)("num_epochs", num_epochs)
         return self._open_loop(
@@ -435,20 +413,7 @@ class Run:
         Raises:
             Error: one of its subclasses, as in `epochs`.
 
-        Example::
-
-            >>> import samestep, torch
-            >>> run = samestep.Run(None, batch_size=4)
-            >>> model = torch.nn.Linear(1, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> run.prepare(model=model, optimizer=optimizer)
-            >>> for step in run.steps(torch.ones(10, 1), 7):
-            ...     for x in step:
-            ...         step.backward(model(x).mean())
-            ...     optimizer.step()
-            ...
-            >>> run.steps_done
-            7
+        Example: see `Step`.
         """
         whole(1)("num_steps", num_steps)
         return self._open_loop(
@@ -479,8 +444,8 @@ class Run:
                 units), or a list with one entry per sample.
             data: as in `epochs`.
             collate_fn, num_workers: as in `epochs`.
-            micro_batch_size: samples per call of `score`. None: the batch size of the DataLoader if `data` is one, else
-                the micro-batch size of the run.
+            micro_batch_size: samples per call of `score`. None: the batch size of a DataLoader, else the micro-batch
+                size of the run.
 
         Returns:
             name -> mean as a float, or the list for the whole data set, in the order of the data set.
@@ -507,11 +472,9 @@ class Run:
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.
 
-        Rank 0 writes its values.
-
-        Rows that a resumed script logs again, before its loop or at the start of an epoch, are written once. If the run
-        stops within an epoch, what the script logs after that epoch's steps is not written: a run that is trained
-        further logs it at the epoch's end.
+        Rank 0 writes its values. Rows that a resumed script logs again, before its loop or at the start of an epoch,
+        are written once. If the run stops within an epoch, rows after that epoch's steps are not written: a run that is
+        trained further logs them at the epoch's end.
 
         Args:
             values: name -> number, string or tensor; further ones as keyword arguments.
@@ -550,8 +513,8 @@ class Run:
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function on rank 0 only and return its result on every rank.
 
-        All ranks must call it, and wait as long as it takes. Do not make the call depend on what ranks can see
-        differently, such as whether a file exists: check that inside `fn`. The result is pickled. After the call, the
+        All ranks must call it, and wait as long as it takes. If the call depends on something that ranks can see
+        differently, such as whether a file exists, check that inside `fn`. The result is pickled. After the call, the
         random number generators of all ranks have the state of rank 0's.
 
         Raises:
@@ -650,8 +613,8 @@ class Run:
     def stop(self, reason: str = "") -> None:
         """End the loop after the current step (or the current epoch's body). Call it on all ranks.
 
-        Base the decision on values that are the same on all ranks (`Step.metrics`, the result of `evaluate`). The same
-        command started again makes no further step in this loop, unless it resumes from a step by number.
+        Base the decision on values that are the same on all ranks (`Step.metrics`, the result of `evaluate`). A later
+        start makes no further step in this loop, unless it resumes from a step by number.
 
         Args:
             reason: shown at the end of the run.

@@ -228,8 +228,8 @@ class StepPhase(Enum):
 class Step:
     """One optimizer step. Iterate over it to get this rank's micro-batches, on the device.
 
-    When the loop over the micro-batches ends, `.grad` of every parameter is the gradient of the whole batch, averaged
-    by weight, the same on all ranks. Iterate again for a second pass over the same micro-batches with other random
+    After the loop over the micro-batches, `.grad` of every parameter is the gradient of the whole batch, averaged by
+    weight, the same on all ranks. Iterate again for a second pass over the same micro-batches with other random
     numbers (a GAN). `Run.epochs` and `Run.steps` create the steps.
 
     Attributes:
@@ -255,8 +255,8 @@ class Step:
         ...         step.backward(model(x).mean())
         ...     optimizer.step()
         ...
-        >>> step.number, step.num_samples, model.weight.grad.item()
-        (0, 4, 1.0)
+        >>> step.number, step.num_samples, step.is_open, model.weight.grad.item()
+        (0, 4, False, 1.0)
     """
 
     def __init__(self, number: int, epoch: int, spans: Sequence[Span], parts: StepParts) -> None:
@@ -279,23 +279,9 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether the script iterates over the micro-batches.
+        """Whether the script is inside a loop over the micro-batches.
 
-        Example::
-
-            >>> import samestep, torch
-            >>> run = samestep.Run(None, batch_size=4)
-            >>> model = torch.nn.Linear(1, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> run.prepare(model=model, optimizer=optimizer)
-            >>> for step in run.steps(torch.ones(8, 1), 1):
-            ...     for x in step:
-            ...         step.backward(model(x).mean())
-            ...         inside = step.is_open
-            ...     optimizer.step()
-            ...
-            >>> inside, step.is_open
-            (True, False)
+        Example: see `Step`.
         """
         return self._phase is not StepPhase.OUTSIDE
 
@@ -377,12 +363,11 @@ class Step:
     def run(self, body: Callable[[Any], Tensor], *, weight: Callable[[Any], float | Tensor] | None = None) -> None:
         """Run a function of each micro-batch, and the backward pass of the loss that it returns.
 
-        It is the same as a loop over the step with `backward`. With `samestep.Run(pipeline=...)`, it is the only way;
-        see docs/pipeline.md.
+        It replaces a loop over the step that calls `backward`. Pipelines need it, see docs/pipeline.md.
 
         Args:
             body: gets a micro-batch, and returns its loss, see `backward`.
-            weight: gets a micro-batch, and returns the weight of its loss, see `backward`. None: the number of samples.
+            weight: gets a micro-batch, and returns the weight of its loss. None: the number of samples.
 
         Raises:
             UsageError: called inside a loop over micro-batches, or with a pipeline, the function does what it does not
@@ -687,8 +672,8 @@ class Step:
     def total(self, count: Callable[[Any], float | Tensor]) -> float:
         """Return the sum of a number over the whole batch: the same on all ranks. Call it before a loop over the step.
 
-        A loss that is a sum over units can then be divided by their number in the whole batch, see docs/losses.md. This
-        loads all micro-batches of this rank, and is a short exchange.
+        A loss that is a sum over units can then be divided by their number in the whole batch, see docs/losses.md. The
+        call loads all micro-batches of this rank, and makes a short exchange.
 
         Args:
             count: gets each micro-batch as the loop does, with the random numbers of that loop, and returns the number.
@@ -735,8 +720,7 @@ class Step:
 
         Inside the loop over micro-batches, values are averaged over the batch with the weights of `backward`, without
         waiting for the device. A tensor with one value per sample of the micro-batch counts as their mean; `samestep
-        replay --micro-batch` shows each of them. After the loop, values are taken as they are. The averages are in
-        `metrics`, and in `metrics.jsonl` at the interval `log_every`.
+        replay --micro-batch` shows each of them. After the loop, values are recorded as they are.
 
         Args:
             values: name -> number or scalar tensor; further ones as keyword arguments.

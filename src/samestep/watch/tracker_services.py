@@ -136,8 +136,7 @@ class ServiceLog:
 class WandB:
     """Tracker that logs to Weights & Biases, with `step` as the axis of every chart.
 
-    A resumed run continues under its id, which is kept in the run directory, and logs only the values after the last
-    row that W&B received. W&B cannot remove points, so a run that goes back (`--resume STEP`) continues under a new id.
+    A resumed run continues under its id; see docs/trackers.md.
 
     Args:
         project: as in `wandb.init`.
@@ -198,8 +197,7 @@ class WandB:
 class MLflow:
     """Tracker that logs to MLflow: `config` as parameters, numbers as metrics, strings as tags, no histograms.
 
-    A resumed run continues under its id, which is kept in the run directory, and logs only the points that MLflow does
-    not have. A run that goes back (`--resume STEP`) continues as a new run.
+    A resumed run continues under its id; see docs/trackers.md.
 
     Args:
         experiment: name of the experiment, which is created if it does not exist.
