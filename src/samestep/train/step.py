@@ -370,8 +370,7 @@ class Step:
             weight: gets a micro-batch, and returns the weight of its loss. None: the number of samples.
 
         Raises:
-            UsageError: called inside a loop over micro-batches, or with a pipeline, the function does what it does not
-                support.
+            UsageError: called inside a loop over micro-batches, or a pipeline cannot run the function.
             InvalidValue: the loss or a weight cannot be used.
 
         Example::
@@ -626,8 +625,8 @@ class Step:
         """Run the backward pass of this micro-batch, and add its gradient to that of the batch.
 
         Args:
-            loss: scalar, a mean over `weight` units of the micro-batch. For a sum of losses that are means over
-                different units, see `total`.
+            loss: scalar, a mean over `weight` units of the micro-batch. For a sum of losses over different units, see
+                `total`.
             weight: number of units that `loss` is a mean over, such as tokens. None: the samples of the micro-batch. 0:
                 the micro-batch does not count. A tensor should be on the CPU; one on a GPU is copied to the host.
             model: the one prepared model that gets gradients. None: all models that the loss depends on.
