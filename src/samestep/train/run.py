@@ -235,11 +235,7 @@ class Run:
     def steps_done(self) -> int:
         """Number of steps done so far, over all restarts.
 
-        Example::
-
-            >>> import samestep
-            >>> samestep.Run(None, batch_size=8).steps_done
-            0
+        Example: see `Run`.
         """
         return self._state.steps_done
 
@@ -309,13 +305,7 @@ class Run:
             UsageError: a model was built before the run, or this is the second call.
             RunDirectoryError: the snapshot does not fit the objects.
 
-        Example::
-
-            >>> import samestep, torch
-            >>> run = samestep.Run(None, batch_size=8)
-            >>> model = torch.nn.Linear(3, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> run.prepare(model=model, optimizer=optimizer)
+        Example: see `Run`.
         """
         if unnamed:
             raise UsageError(
