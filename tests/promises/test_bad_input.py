@@ -135,29 +135,6 @@ def test_once_without_a_launcher(tmp_path: Path) -> None:
 # --- disks ------------------------------------------------------------------------------------------------------------
 
 
-def test_full_disk_at_the_end(disk: Path, tmp_path: Path) -> None:
-    """Training is lost, so the run fails, whatever the script does after the loop."""
-
-    def then(t: Tiny) -> None:
-        update(t)
-        if t.step.number == 2:
-            t.run._services.snapshotter.wait_until_written()
-            if t.run.rank == 0:
-                fill(disk / "filler")
-
-    def train() -> None:
-        tiny = Tiny(disk / "x", snapshot_every=2).train(then=then)
-        (tmp_path / f"after-{tiny.run.rank}").touch()
-
-    words = r"the snapshot of step \d could not be written \(.*No space left.*\); fix th"
-    with pytest.raises(samestep.Error, match=words):
-        samestep.spawn(train, 2)
-    assert len(list(tmp_path.glob("after-*"))) == 2
-    assert read_status(disk / "x")["status"] in ("failed", "running")
-    (disk / "filler").unlink()
-    assert samestep.spawn(learn_well, 1, (disk / "x",)) == 8
-
-
 def test_full_disk_without_snapshots(disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Lost rows and records are reported when they are lost, and by `samestep inspect`. (The simulated runs fill a disk
     for a while.)"""

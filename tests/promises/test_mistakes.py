@@ -126,18 +126,21 @@ def test_scores(num_ranks: int) -> None:
 
 
 def test_an_exception_of_one_rank_in_a_score_function() -> None:
-    """The script may catch it, so all ranks learn of it."""
+    """The script may catch it, so all ranks learn of it. The buffers are as before."""
 
     def evaluate() -> str:
-        run = Tiny().run
+        tiny = Tiny(model=lambda: nn.BatchNorm1d(4))
+        run = tiny.run
 
         def score(batch: Any) -> dict[str, float]:
             if run.rank == 1:
+                tiny.model.train()(batch[0])
                 raise ValueError("no label")
             return {"a": 1.0}
 
         with pytest.raises((ValueError, RuntimeError)) as caught:
             run.evaluate(score, Pairs(4))
+        assert not tiny.model.running_mean.any()
         assert run.evaluate(lambda _: {"a": 1.0}, Pairs(4)) == {"a": 1.0}, "the ranks are at the same place"
         return run._context.group.gather(f"{caught.type.__name__}: {caught.value}")  # type: ignore[return-value]
 

@@ -33,6 +33,7 @@ from samestep.snapshot.store import Store
 from samestep.torch_internals import get_local
 from samestep.train.interception import measure_sizes
 from samestep.train.objects import Objects
+from samestep.watch.records import read_status
 
 DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
 SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
@@ -339,17 +340,22 @@ def train_on_full_disk(run_dir: Path, rank: int, step: int) -> None:
 
     Store.prepare = prepare_or_fail  # type: ignore[method-assign]
     tiny_run(run_dir, num_steps=8, snapshot_every=2, keep_last=9, model=lambda: torch.nn.Linear(4, 1))
+    (run_dir / f"after-{os.environ['RANK']}").touch()
 
 
 @pytest.mark.parametrize(("step", "saved"), [(4, [2, 6, 8]), (8, [2, 4, 6])])
 def test_the_disk_of_one_rank_is_full(
     step: int, saved: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The run continues, rank 0 reports it, and nothing is left of the snapshot."""
+    """The run continues, rank 0 reports it, and nothing is left of the snapshot. If it is the last one, training is
+    lost, so the run fails, whatever the script does after the loop.
+    """
     why = f"{name_part(2)} is missing: rank 2 could not write it ([Errno 28] No space left on device)"
     with nullcontext() if step < 8 else pytest.raises(samestep.Error, match=r"could not be written .* fix this"):
         samestep.spawn(train_on_full_disk, 3, (tmp_path, 2, step), env=DIVIDED)
     assert f"the snapshot of step {step} could not be written ({why})" in capfd.readouterr().out
+    assert len(list(tmp_path.glob("after-*"))) == 3
+    assert (read_status(tmp_path)["status"] == "done") == (step < 8)
     assert list_steps(tmp_path) == saved
     assert sorted(os.listdir(tmp_path / "snapshots")) == [f"step-{each:08d}" for each in saved]
 
