@@ -8,12 +8,12 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from support.pages import Page
 
 import samestep
 
@@ -35,31 +35,21 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(WEBSITE))
 
 
-class Links(HTMLParser):
-    """The targets and the anchors of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.targets: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        of_tag = dict(attrs)
-        self.targets += [each for name in ("href", "src") if (each := of_tag.get(name))]
-        if name := of_tag.get("id"):
-            self.anchors.add(name)
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 # The whole site is built, and every page of it parsed: 49 s, and 92 s on a busy machine.
 def test_the_site_has_no_broken_link(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, WEBSITE / "build.py", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(sys.executable, WEBSITE / "build.py", tmp_path, cwd=tmp_path)
     public = tmp_path / "public"
-    pages = {page: Links(page.read_text()) for page in public.rglob("*.html") if page.name != "404.html"}
+    pages = {page: Page(page.read_text()) for page in public.rglob("*.html") if page.name != "404.html"}
+    anchors = {page: {*content.list_values("id")} for page, content in pages.items()}
     assert len(pages) == len(list((tmp_path / "pages").rglob("*.md")))
-    for page, links in pages.items():
-        for target in links.targets:
+    for page, content in pages.items():
+        for target in content.list_values("href", "src"):
             url = urlsplit(target)
             if url.scheme or url.netloc or target.startswith("/"):
                 assert "samestep" not in target
@@ -68,7 +58,7 @@ def test_the_site_has_no_broken_link(tmp_path: Path) -> None:
             file = file / "index.html" if file.is_dir() else file
             assert file.exists(), f"{page.relative_to(public)} links to {target}"
             if url.fragment and file in pages and not url.fragment.startswith("__"):
-                assert unquote(url.fragment) in pages[file].anchors, f"{page.relative_to(public)} links to {target}"
+                assert unquote(url.fragment) in anchors[file], f"{page.relative_to(public)} links to {target}"
     assert "start.md" not in (public / "index.html").read_text()
     found = {item["location"] for item in json.loads((public / "search.json").read_text())["items"]}
     assert any(location.startswith("concepts/") for location in found)
@@ -101,11 +91,7 @@ def test_the_notebook_trains_on_two_ranks(tmp_path: Path) -> None:
     from notebook import NOTEBOOK, build_notebook
 
     assert NOTEBOOK.read_text() == build_notebook(), "run python website/notebook.py"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, NOTEBOOK], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "resumed at step 40 (was 2 ranks)" in done.stdout + done.stderr
+    assert "resumed at step 40 (was 2 ranks)" in run(sys.executable, "-c", SCRIPT, NOTEBOOK, cwd=tmp_path)
 
 
 # --- the wheel, the source distribution and the image -----------------------------------------------------------------
@@ -125,12 +111,6 @@ for epoch in run.epochs(torch.ones(16, 2), 1):
         optimizer.step()
 print(samestep.__file__)
 """
-
-
-def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +133,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_source_distribution_has_what_its_tests_need(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = run("git", "ls-files", cwd=ROOT).split()
     left_out = {name for name in tracked if not name.startswith(".") and name != "Dockerfile"} - names
     assert not left_out
 
@@ -192,8 +172,6 @@ def test_the_image_runs() -> None:
     if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True).returncode:
         pytest.skip("no Docker engine")
     subprocess.run(["docker", "build", "-q", "-t", "samestep-test", ROOT], check=True)
-    done = subprocess.run(["docker", "run", "--rm", "samestep-test", "--version"], capture_output=True, text=True)
-    assert done.stdout.startswith("samestep "), done.stderr
-    command = ["docker", "run", "--rm", "--entrypoint", "id", "samestep-test", "-u"]
-    user = subprocess.run(command, capture_output=True, text=True).stdout
-    assert int(user) > 0, "it runs as root"
+    start = ["docker", "run", "--rm"]
+    assert run(*start, "samestep-test", "--version", cwd=ROOT).startswith("samestep ")
+    assert int(run(*start, "--entrypoint", "id", "samestep-test", "-u", cwd=ROOT)) > 0, "it runs as root"

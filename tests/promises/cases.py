@@ -294,26 +294,25 @@ def gradients_that_a_function_withholds() -> Result:
 @case
 def unfrozen_in_a_steps_body() -> Result:
     """As in GANs before each pass, and for gradual unfreezing between two steps."""
-    run = build_run()
-    model = build_mlp()
-    other = nn.Linear(6, 4).requires_grad_(False)
-    optimizer = torch.optim.Adam([*model.parameters(), *other.parameters()], 0.1)
-    run.prepare(model=model, other=other, optimizer=optimizer)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            other.requires_grad_(step.number % 3 == 1)
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x) + other(x), y))
-            other.requires_grad_(True)
-            model.requires_grad_(False)
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x) - other(x), y))
-            model.requires_grad_(True)
-            trace.add("gradients", read_grads(run, other.parameters()))
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+
+    def add_other(t: Any) -> dict[str, Any]:
+        other = nn.Linear(6, 4).requires_grad_(False)
+        return {"other": other, "optimizer": torch.optim.Adam([*t.model.parameters(), *other.parameters()], 0.1)}
+
+    def then(t: Any) -> None:
+        t.other.requires_grad_(True)
+        t.model.requires_grad_(False)
+        for x, y in t.step:
+            t.step.backward(F.cross_entropy(t.model(x) - t.other(x), y))
+        t.model.requires_grad_(True)
+        t.trace.add("gradients", read_grads(t.run, t.other.parameters()))
+        update(t)
+
+    return trace_run(
+        build_mlp, optimizer=None, objects=add_other, then=then,
+        before=lambda t: t.other.requires_grad_(t.step.number % 3 == 1),
+        body=lambda t, x, y: t.step.backward(F.cross_entropy(t.model(x) + t.other(x), y)),
+    )  # fmt: skip
 
 
 # --- data, buffers, precision and compilers ---------------------------------------------------------------------------

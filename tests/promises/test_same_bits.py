@@ -12,7 +12,6 @@ from support.trace import assert_same
 
 import samestep
 from samestep.engine import routes
-from samestep.train import guards
 
 # These need a core for each thread, or a compiler for each rank: fewer ranks.
 HEAVY = ("two_threads", "compiled_by_aot_eager")
@@ -51,24 +50,14 @@ def run_alone(train: Callable[[], Any], **variables: str) -> Any:
     return samestep.spawn(train, 1, env=variables)
 
 
-def train_with(train: Callable[[], Any], route: str, check: str) -> Any:
+def train_with(train: Callable[[], Any], route: str) -> Any:
     """`route`: with "hosts", no bucket goes through the sockets of one host; with "long", none is small enough for an
-    all-gather. `check`: a comparison of replicas compares their buffers, too.
+    all-gather.
     """
-    names = guards.name_replicated
-
-    def name_all(objects: Any) -> Any:
-        modules = objects.modules.items()
-        return names(objects) | {
-            f"{name}.{path}": buffer for name, module in modules for path, buffer in module.named_buffers()
-        }
-
     if route != "gather":
         routes.NEIGHBORS_MAX_BYTES = 0
     if route == "long":
         routes.GATHER_MAX_BYTES = 0
-    if check == "COMPARE_EVERY":
-        guards.name_replicated = name_all
     return train()
 
 
@@ -82,7 +71,7 @@ def test_any_model(
 ) -> None:
     numbers = {"SAMESTEP_EXCHANGE_DTYPE": exchange_dtype} | ({"SAMESTEP_PRECISION": precision} if precision else {})
     variables = {**numbers, "SAMESTEP_SHARD": shard} | ({f"SAMESTEP_{check}": "1"} if check else {})
-    found = samestep.spawn(train_with, world_size, (CASES[name], route, check), env=variables)
+    found = samestep.spawn(train_with, world_size, (CASES[name], route), env=variables)
     assert_same(found, run_alone(CASES[name], **numbers), f"{world_size} ranks", "1 rank")
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from promises.loops import build_pairs, sgd_momentum, trace_run
+from promises.test_mistakes import Wrapper
 from promises.test_same_bits import run_alone
 from promises.trial import Trial, Undisturbed, fail
 from support.runs import digest
@@ -24,7 +25,7 @@ from support.tiny import Tiny, learn, tiny_run, update
 from support.trace import assert_same
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.optim import SGD, Adagrad, AdamW
+from torch.optim import Adagrad, AdamW
 
 import samestep
 from samestep.plan.shards import ParamSize, RankMemory, compute_memory
@@ -151,15 +152,6 @@ def test_the_order_in_which_gradients_of_a_tensor_are_added(blocks: Any, world_s
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-class Wrapper:
-    """An object with an optimizer inside."""
-
-    def __init__(self, params: Any) -> None:
-        self.inner = SGD(params, 0.1)
-        self.state_dict, self.load_state_dict = self.inner.state_dict, self.inner.load_state_dict
-        self.step = self.inner.step
 
 
 class Aliased(nn.Module):
@@ -289,21 +281,18 @@ def read_counter() -> int:
 
 def count_read(run_dir: Path) -> list[int]:
     """Start or resume a run with 4 MB of parameters and 8 MB of optimizer state. Returns the bytes that each rank read
-    in `run.prepare`.
+    before the loop.
     """
     import torch.distributed.fsdp
 
-    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=2, snapshot_every=1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     before = read_counter()
-    run.prepare(model=model, optimizer=optimizer)
+    tiny = Tiny(
+        run_dir, snapshot_every=1, optimizer=AdamW,
+        model=lambda: nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))),
+    )  # fmt: skip
     num_read = read_counter() - before
-    for step in run.steps(torch.ones(64, 512), run.steps_done + 1):
-        for x in step:
-            step.backward(model(x).square().mean())
-        optimizer.step()
-    return run._context.group.gather(num_read)
+    tiny.train(num_steps=tiny.run.steps_done + 1, data=torch.ones(64, 512))
+    return tiny.run._context.group.gather(num_read)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A run under test: started in each way, hit by faults and signals, and compared with a run without them."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -8,17 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from promises.faulty import train
 from support.commands import Popen
 from support.hosts import Host
-from support.runs import ask, clean_variables
+from support.runs import ask, clean_variables, digest, read_bits
 from support.waiting import DEADLINE_S, wait_until
 
 import samestep
@@ -31,28 +28,14 @@ KILLED = "kill all ranks at step 8 in forward"
 PROMPTLY_S = 30.0  # from a fault to the end of all processes: 1 s on an idle machine
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a run that must be the same after any faults."""
-
-    digest: str
-    digest_of_best: str
-    metrics: bytes
-    ledger: bytes
-
-
+Outcome = tuple[str, str, bytes, bytes]
 Undisturbed = Callable[..., Outcome]  # the fixture of this name
 
 
 def read_outcome(run_dir: Path) -> Outcome:
-    """The outcome of a complete run. Audits its samples."""
+    """The results of a complete run that must be the same after any faults. Audits its samples."""
     ask("inspect", run_dir, "--samples")
-    return Outcome(
-        digest=ask("inspect", run_dir, "--digest").strip(),
-        digest_of_best=ask("inspect", run_dir, "--digest", "--snapshot", "best").strip(),
-        metrics=(run_dir / "metrics.jsonl").read_bytes(),
-        ledger=(run_dir / "ledger.bin").read_bytes(),
-    )
+    return digest(run_dir, "best"), *read_bits(run_dir)
 
 
 def read_tree(directory: Path) -> dict[str, str] | None:
@@ -124,12 +107,6 @@ class Started(Popen):
     @property
     def output(self) -> str:
         return self.out.read_text() + self.err.read_text()
-
-    def close(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.wait()
 
 
 def fail(spawn: Callable[..., object], *words: Any, **arguments: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import check, digest, read_rows, samestep_command
+from support.runs import check, digest, read_bits, read_rows, samestep_command
 from support.selection import one_in
 
 from samestep.errors import Error
@@ -51,10 +51,8 @@ def test_the_same_run_at_any_world_size_and_after_a_resume(photos: Path, before:
     expected = train(photos, names[0], 1)
     stopped = train(photos, names[1], 3, "--max-steps", "4", "--shard", before)
     train(photos, names[1], 2, "--num-workers", "1", "--shard", after)
-    assert digest(stopped) == digest(expected)
     assert digest(stopped, "best") == digest(expected, "best")
-    for name in ("metrics.jsonl", "ledger.bin"):
-        assert (stopped / name).read_bytes() == (expected / name).read_bytes()
+    assert read_bits(stopped) == read_bits(expected)
     rows = [row for row in read_rows(expected) if "validation/top1" in row]
     assert [row["validation/top5"] for row in rows] == [1.0, 1.0]
 

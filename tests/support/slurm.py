@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
+from samestep.processes import running
 from support.ports import reserve_port
 from support.runs import clean_variables
 from support.waiting import DEADLINE_S, wait_until
@@ -67,16 +68,16 @@ def why_not() -> str:
 
 
 class Cluster:
-    """A cluster that runs until `close`.
+    """A cluster whose daemons run until `stack` is closed.
 
     Attributes:
         variables: environment variables by which commands find it.
     """
 
-    def __init__(self, root: Path, num_nodes: int) -> None:
+    def __init__(self, root: Path, num_nodes: int, stack: ExitStack) -> None:
         self.root = root
         self.nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._stack = stack
         self.variables = {"SLURM_CONF": str(root / "slurm.conf")}
 
     def start(self, ports: Sequence[int]) -> None:
@@ -109,15 +110,9 @@ class Cluster:
         self.wait_idle()
 
     def _start(self, name: str, *words: str) -> None:
-        with (self.root / "log" / f"{name}.out").open("ab") as log:
-            self._daemons[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *words],
-                env=clean_variables({**self.variables, "PATH": f"{os.environ['PATH']}:/usr/sbin"}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        variables = clean_variables({**self.variables, "PATH": f"{os.environ['PATH']}:/usr/sbin"})
+        command = ["setpriv", "--pdeathsig", "KILL", *words]
+        self._stack.enter_context(running(command, variables, self.root / "log" / f"{name}.out"))
 
     def run(self, *words: str) -> str:
         """Run a command of Slurm. Fails if it fails."""
@@ -143,18 +138,7 @@ class Cluster:
         wait_until(lambda: self.show(job)["JobState"] == state, f"job {job} is {state}", every_s=ASK_EVERY_S)
 
     def close(self) -> None:
-        """End all jobs and daemons."""
-        if "slurmctld" in self._daemons:
-            self.try_run("scancel", "--user=root", "--signal=KILL")
-        for name in (*self.nodes, "slurmctld", "munged"):
-            if name in self._daemons:
-                self._daemons[name].terminate()
-        for daemon in self._daemons.values():
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+        """End all processes of jobs."""
         left = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -170,7 +154,7 @@ def open_cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
         root = stack.enter_context(TemporaryDirectory(prefix="slurm-", dir="/tmp"))  # the path of a socket is limited
         ports = [stack.enter_context(reserve_port()) for _ in range(3)]
-        cluster = Cluster(Path(root), num_nodes=2)
-        stack.callback(cluster.close)
+        cluster = Cluster(Path(root), 2, stack)
+        stack.callback(cluster.close)  # after the daemons, which are opened later, have ended
         cluster.start(ports)
         yield cluster

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.pages import Page
 from support.runs import ask, refuse
 from support.tiny import Pairs, tiny_run
 
@@ -45,26 +45,6 @@ def report(*runs: Path) -> str:
     return page.read_text()
 
 
-class Texts(HTMLParser):
-    """The text of a page outside of scripts, and its elements."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.text, self.elements, self._inside = "", list[tuple[str, dict[str, str | None]]](), ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside not in ("script", "style"):
-            self.text += data
-
-
 def read_data(page: str) -> Any:
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
 
@@ -77,7 +57,7 @@ def test_runs_are_shown(tmp_path: Path) -> None:
         optimizer = functools.partial(torch.optim.SGD, lr=rate)
         tiny_run(tmp_path / name, data=Pairs(16), optimizer=optimizer, config={"name": name}, log_every=1)
     page = report(tmp_path / "one", tmp_path)
-    shown = Texts(page)
+    shown = Page(page)
     assert "audit passed: in 2 complete epochs each of 16 samples was used once" in shown.text
     assert "config.name" in shown.text
     assert "2 of " in shown.text  # and the learning rate
@@ -96,7 +76,7 @@ def test_runs_are_shown(tmp_path: Path) -> None:
 def test_the_last_value_is_shown_if_it_is_not_finite(tmp_path: Path) -> None:
     rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "-inf"}, {"step": 3, "loss": "nan"}]
     page = report(write_run(tmp_path / "run", metrics=rows))
-    assert "nan (lowest 2, highest 2)" in Texts(page).text
+    assert "nan (lowest 2, highest 2)" in Page(page).text
     [chart] = read_data(page)["charts"]
     assert chart["series"][0]["y"] == [2.0, None, None]
 
@@ -123,7 +103,7 @@ def test_restarts_and_heals_are_marks(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "run", restarts=restarts, heals=heals))
     labels = ["restart at 20 on 3 ranks", "restart at 40 on 1 rank", "ranks 0 and 2 lost at 30"]
     assert [mark["label"] for mark in read_data(page)["marks"]] == labels
-    assert re.search(r"heals\s*1", Texts(page).text)
+    assert re.search(r"heals\s*1", Page(page).text)
 
 
 # --- bad and hostile input ----------------------------------------------------------------------------------------
@@ -144,7 +124,7 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
     )
     page = report(run)
     assert HOSTILE not in page
-    shown = Texts(page)
+    shown = Page(page)
     assert shown.text.count(HOSTILE) >= 7
     assert sum(tag == "script" for tag, _ in shown.elements) == 3
     assert not any(name.startswith("on") for _, attributes in shown.elements for name in attributes)
@@ -159,7 +139,7 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", status=status, metrics=[{"step": 1, "loss": 2.0}])
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "lo')  # the writer is in the middle of a line
-    assert "live: the run is being written" in Texts(report(run)).text
+    assert "live: the run is being written" in Page(report(run)).text
     data = read_run_data(run, "run", json.loads((run / "run.json").read_text()))
     assert data.metrics["loss"][1].tolist() == [2.0]
 
@@ -187,19 +167,6 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: l
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def browse(page: Path, profile: Path) -> tuple[str, str]:
-    """Return the document after its scripts have run, and the output of the browser."""
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
-    done = subprocess.run(
-        [CHROMIUM, *words, "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout, done.stderr
-
-
 @pytest.mark.soak
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 def test_in_a_browser(tmp_path: Path) -> None:
@@ -207,6 +174,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", metrics=metrics)
     page = report(run)
     assert "validation/loss" in page
-    document, log = browse(tmp_path / "out.html", tmp_path / "profile")
-    assert "CONSOLE" not in log
-    assert document.count('class="uplot') == 2  # loss, lr
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    command = [CHROMIUM, *words, f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"file://{tmp_path}/out.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    assert done.stdout.count('class="uplot') == 2  # loss, lr
