@@ -254,14 +254,10 @@ def test_examples_of_docstrings(module: str, tmp_path: Path, monkeypatch: pytest
     assert samestep.spawn(run_examples, 1, (examples, tmp_path)) == run_examples(here, tmp_path) == ""
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_and_names_of_source_files_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", FENCE.sub("", page.read_text())):  # code has x["y"](z)
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_source_files_that_pages_name_exist() -> None:
-    for page in PAGES:
         for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|md))`", page.read_text()):
             assert any((root / name).exists() for root in (ROOT, ROOT / "src" / "samestep")), (
                 f"{page.name} names {name}"

@@ -231,8 +231,7 @@ def build_data_module() -> Any:
         def val_dataloader(self) -> Any:
             return DataLoader(self.held_out, 4)
 
-        def test_dataloader(self) -> Any:
-            return DataLoader(self.held_out, 4)
+        test_dataloader = val_dataloader
 
         def teardown(self, stage: str) -> None:
             self.called.append(f"end of {stage}")
@@ -258,9 +257,9 @@ def train(run_dir: Path, max_steps: int | None = None) -> dict[str, Any]:
 
 @pytest.mark.soak
 def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
-    values = [samestep.spawn(functools.partial(train, tmp_path / f"{size}"), size) for size in (1, 2, 3)]
-    samestep.spawn(functools.partial(train, tmp_path / "parts", 5), 2)
-    values.append(samestep.spawn(functools.partial(train, tmp_path / "parts"), 3))
+    values = [samestep.spawn(train, size, (tmp_path / f"{size}",)) for size in (1, 2, 3)]
+    samestep.spawn(train, 2, (tmp_path / "parts", 5))
+    values.append(samestep.spawn(train, 3, (tmp_path / "parts",)))
     assert values == [values[0]] * 4
     assert values[0]["test"]["test_error"] == pytest.approx(values[0]["test"]["test_loss"])
     assert values[0]["validated"]["val_error"] == values[0]["val_error"]

@@ -111,16 +111,7 @@ def train_with_both(kind: str, directory: Path, **fields: Any) -> tuple[dict[str
     recorders = [build_recorder(), build_recorder()]
     trainer = Trainer(model, args, compute_metrics=score, callbacks=recorders[:1], **data)
     trainer.train(resume_from_checkpoint=True)
-    rows = read_rows(args.run.dir)
-    found = {
-        "losses": [row["train/loss"] for row in rows if "train/loss" in row],
-        "norms": [row["train/grad_norm"] for row in rows if "train/grad_norm" in row],
-        # The rows of a run lack an evaluation in the middle of an epoch: if it is continued, it evaluates at the end.
-        "metrics": [row["eval_accuracy"] for row in trainer.state.log_history if "eval_accuracy" in row],
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
-        "predictions": trainer.predict(data["eval_dataset"]),
-        "events": recorders[0].events,
-    }
+    found = collect(trainer, read_rows(args.run.dir), "train/", recorders[0])
 
     for name in [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE"))]:
         del os.environ[name]
@@ -129,16 +120,20 @@ def train_with_both(kind: str, directory: Path, **fields: Any) -> tuple[dict[str
     theirs.remove_callback(hf.PrinterCallback)
     theirs.remove_callback(hf.ProgressCallback)
     theirs.train()
-    rows = theirs.state.log_history
-    wanted = {
-        "losses": [row["loss"] for row in rows if "loss" in row],
-        "norms": [row["grad_norm"] for row in rows if "grad_norm" in row],
-        "metrics": [row["eval_accuracy"] for row in rows if "eval_accuracy" in row],
-        "weights": start.state_dict(),
-        "predictions": theirs.predict(data["eval_dataset"]),
-        "events": recorders[1].events,
+    return collect(theirs, theirs.state.log_history, "", recorders[1]), found
+
+
+def collect(trainer: Any, rows: list[dict[str, Any]], prefix: str, recorder: Any) -> dict[str, Any]:
+    """Return the results of a Trainer. `rows`: those with the numbers of its steps, whose names have this prefix."""
+    return {
+        "losses": [row[f"{prefix}loss"] for row in rows if f"{prefix}loss" in row],
+        "norms": [row[f"{prefix}grad_norm"] for row in rows if f"{prefix}grad_norm" in row],
+        # The rows of a run lack an evaluation in the middle of an epoch: if it is continued, it evaluates at the end.
+        "metrics": [row["eval_accuracy"] for row in trainer.state.log_history if "eval_accuracy" in row],
+        "weights": {name: value.clone() for name, value in trainer.model.state_dict().items()},
+        "predictions": trainer.predict(trainer.eval_dataset),
+        "events": recorder.events,
     }
-    return wanted, found
 
 
 def compare_all(directory: Path) -> dict[str, Any]:
@@ -151,7 +146,7 @@ def compare_all(directory: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Everything that needs transformers in one rank, because importing it takes seconds."""
-    return samestep.spawn(functools.partial(compare_all, tmp_path_factory.mktemp("runs")), 1)
+    return samestep.spawn(compare_all, 1, (tmp_path_factory.mktemp("runs"),))
 
 
 @pytest.mark.parametrize("case", [*KINDS, "smoothing", "max_steps"])
@@ -177,17 +172,15 @@ def build_tokenizer() -> Any:
     return hf.PreTrainedTokenizerFast(tokenizer_object=model, **special)
 
 
-def train(kind: str, directory: Path, max_steps: int | None = None, **fields: Any) -> tuple[float, dict[str, Any], Any]:
+def train(kind: str, directory: Path) -> tuple[float, dict[str, Any], Any]:
     """Train with dropout, masked words and workers. Returns (loss, metrics, names of the files that are saved)."""
     from samestep.adapters.transformers import Trainer, TrainingArguments
 
-    if max_steps is not None:
-        os.environ["SAMESTEP_MAX_STEPS"] = f"{max_steps}"
     fields = FIELDS | {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "train_sampling_strategy": "random",
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
         "metric_for_best_model": "loss", "load_best_model_at_end": True, "num_train_epochs": 1.5, "save_total_limit": 2,
-    } | fields  # fmt: skip
+    }  # fmt: skip
     args = TrainingArguments(directory, **fields)
     model = build_model(kind, dropout=0.2)
     options: dict[str, Any] = {}
@@ -212,26 +205,26 @@ def train(kind: str, directory: Path, max_steps: int | None = None, **fields: An
     return output.training_loss, metrics, args.run.steps_done
 
 
-def train_all(directory: Path, max_steps: int | None = None) -> list[Any]:
-    return [train(kind, directory / kind, max_steps) for kind in KINDS]
+def train_all(directory: Path) -> list[Any]:
+    return [train(kind, directory / kind) for kind in KINDS]
 
 
 @pytest.mark.soak
 def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
     """Also check that `from_pretrained` loads the saved model."""
-    values = [samestep.spawn(functools.partial(train_all, tmp_path / f"{size}"), size) for size in (1, 2, 3)]
-    samestep.spawn(functools.partial(train_all, tmp_path / "parts", 3), 2)
-    values.append(samestep.spawn(functools.partial(train_all, tmp_path / "parts"), 3))
+    values = [samestep.spawn(train_all, size, (tmp_path / f"{size}",)) for size in (1, 2, 3)]
+    samestep.spawn(train_all, 2, (tmp_path / "parts",), env={"SAMESTEP_MAX_STEPS": "3"})
+    values.append(samestep.spawn(train_all, 3, (tmp_path / "parts",)))
     assert values == [values[0]] * 4
     for kind, (_, _, num_steps) in zip(KINDS, values[0], strict=True):
         assert num_steps == 5, "1.5 epochs of 3 steps"
         directories = [tmp_path / name / kind for name in ("1", "2", "3", "parts")]
         assert len({digest(directory) for directory in directories}) == 1
         assert len({digest(directory, "best") for directory in directories}) == 1
-    samestep.spawn(functools.partial(load_all, tmp_path / "2"), 1)
+    samestep.spawn(load_all, 1, (tmp_path / "2",))
 
 
-def train_with_callbacks(directory: Path, max_steps: int | None = None) -> list[Any]:
+def train_with_callbacks(directory: Path) -> list[Any]:
     """Train until a callback stops it, which only looks at values on rank 0. Returns what the callback has seen."""
     from transformers.trainer_callback import ExportableState
 
@@ -252,8 +245,6 @@ def train_with_callbacks(directory: Path, max_steps: int | None = None) -> list[
             self.seen.append(logs["eval_loss"] if "eval_loss" in logs else logs["loss"])
             control.should_training_stop = state.is_world_process_zero and state.global_step == 4
 
-    if max_steps is not None:
-        os.environ["SAMESTEP_MAX_STEPS"] = f"{max_steps}"
     split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     args = TrainingArguments(directory, **FIELDS | split | {"logging_steps": 2, "num_train_epochs": 3})
     callback, data = Stop(), {"train_dataset": build_data("gpt2", 22, 0), "eval_dataset": build_data("gpt2", 9, 1)}
@@ -264,9 +255,9 @@ def train_with_callbacks(directory: Path, max_steps: int | None = None) -> list[
 
 @pytest.mark.soak
 def test_a_callback_on_rank_0_stops_all_ranks(tmp_path: Path) -> None:
-    seen = [samestep.spawn(functools.partial(train_with_callbacks, tmp_path / f"{size}"), size) for size in (1, 3)]
-    samestep.spawn(functools.partial(train_with_callbacks, tmp_path / "parts", 1), 2)
-    seen.append(samestep.spawn(functools.partial(train_with_callbacks, tmp_path / "parts"), 2))
+    seen = [samestep.spawn(train_with_callbacks, size, (tmp_path / f"{size}",)) for size in (1, 3)]
+    samestep.spawn(train_with_callbacks, 2, (tmp_path / "parts",), env={"SAMESTEP_MAX_STEPS": "1"})
+    seen.append(samestep.spawn(train_with_callbacks, 2, (tmp_path / "parts",)))
     assert seen == [seen[0]] * 3
     assert [each for each in seen[0] if isinstance(each, int)] == [1, 2, 3, 4, 4]
     assert len(seen[0]) == 8, "two logs, one evaluation"
@@ -336,7 +327,7 @@ def refuse_all(directory: Path) -> list[str]:
 
 
 def test_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    errors = samestep.spawn(functools.partial(refuse_all, tmp_path), 1)
+    errors = samestep.spawn(refuse_all, 1, (tmp_path,))
     words = (
         "has fsdp='full_shard', which samestep.adapters.transformers does not support",
         "has push_to_hub=True, data_seed=1, which", "save_steps is 0.1, a share", "has auto_find_batch_size=True",
@@ -397,7 +388,7 @@ def train_with_options(directory: Path) -> dict[str, tuple[int, dict[str, float]
 @pytest.mark.soak
 def test_options(tmp_path: Path) -> None:
     """Options that only change how something is computed give the same values."""
-    found = samestep.spawn(functools.partial(train_with_options, tmp_path), 1)
+    found = samestep.spawn(train_with_options, 1, (tmp_path,))
     assert {name: steps for name, (steps, _) in found.items() if steps != 6} == {"sgd": 4, "stopped": 3}
     plain = found["plain"][1]
     for name in ("recomputed", "workers"):

@@ -9,8 +9,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -372,30 +373,18 @@ def test_a_slow_run_continues(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 # --- what processes that are not ranks can make ranks do to others ----------------------------------------------------
 
 
-def fork(run: Callable[[], object]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        run()
-        os._exit(0)
-    return pid
-
-
 @pytest.mark.parametrize("is_of_another_user", [False, True])
 def test_a_rank_kills_no_other_process(is_of_another_user: bool) -> None:
     if is_of_another_user and os.geteuid() != 0:
         pytest.skip("needs root, to be two users")
-    if is_of_another_user:
-        told, tells = os.pipe()
-        child = fork(lambda: (os.setuid(65534), os.write(tells, b"!"), signal.pause()))
-        os.read(told, 1)
-        os.close(told)
-        os.close(tells)
-        os.waitpid(fork(lambda: kill_sibling(child)), 0)
-    else:
-        child = fork(signal.pause)
-        kill_sibling(child)
-        kill_sibling(os.getppid())
-        kill_sibling(2**22 + 1)
-    assert os.waitpid(child, os.WNOHANG) == (0, 0)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    with subprocess.Popen(["sleep", "1000"], user=65534 if is_of_another_user else None) as child:
+        if not is_of_another_user:
+            for pid in (child.pid, os.getppid(), 2**22 + 1):
+                kill_sibling(pid)
+        elif (sibling := os.fork()) == 0:
+            kill_sibling(child.pid)
+            os._exit(0)
+        else:
+            os.waitpid(sibling, 0)
+        assert child.poll() is None
+        child.kill()

@@ -142,14 +142,12 @@ def test_where_the_nodes_meet(monkeypatch: pytest.MonkeyPatch, host: str, addres
 
 @pytest.mark.parametrize(("nnodes", "node_rank", "endpoint", "said"), [
     (2, 2, "localhost:1", "--node-rank is 2, but the 2 nodes are 0 to 1"),
-    (2, 0, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
     (2, None, "localhost:1", "and --node-rank R, which is 0 on HOST"),
-    (None, None, "a:1", "--rdzv-endpoint a:1 is where several machines meet, and --nnodes is not given: add --nnodes"),
     *[(2, 0, text, "--rdzv-endpoint takes HOST:PORT") for text in ("", ":1", "a:b", "a:65536", "fd77::1:29400")],
     (2, 0, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
     (2, 0, "192.0.2.1:1", "other programs can reach 192.0.2.1:1, and there is no secret"),
 ])  # fmt: skip
-def test_options_that_make_no_sense(nnodes: int | None, node_rank: int | None, endpoint: str | None, said: str) -> None:
+def test_options_that_make_no_sense(nnodes: int, node_rank: int | None, endpoint: str, said: str) -> None:
     with pytest.raises(Error, match=said):
         parse_nodes(nnodes, node_rank, endpoint, 300)
 

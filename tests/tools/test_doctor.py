@@ -2,28 +2,40 @@
 
 import json
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.ports import reserve_port
 from support.runs import check, read_facts, run_command, samestep_command
+from torch import Tensor
 
+import samestep
+from samestep.tools import doctor
 from samestep.tools.doctor import (
     CHECKS,
+    Context,
     DoctorCheck,
     Finding,
     Participants,
     describe_error,
+    examine,
     judge_answers,
     judge_collectives,
     judge_connections,
     judge_links,
     judge_run_dir,
+    look_at_collectives,
+    look_at_connections,
+    look_at_versions,
     try_connection,
 )
+from samestep.world.environment import read_environment
 
-DOCTORED = Path(__file__).with_name("doctored.py")
 ALONE = Participants(("a",), (0,))
 TWO_HOSTS = Participants(("a", "a", "b", "b"), (0, 0, 1, 1))
 THREE_HOSTS = Participants(("a", "b", "c"), (0, 1, 2))
@@ -114,24 +126,82 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def find_faults(cwd: Path, num_ranks: int, *plants: tuple[str, str]) -> tuple[str, dict[str, list[str]]]:
+# --- planted faults: what replaces a check's measurement on one rank -------------------------------------------------
+
+Faults = dict[tuple[str, int], Callable[[Context], Any]]  # check and rank -> its measurement there
+
+
+def find_other_version(context: Context) -> Any:
+    return {**look_at_versions(context), "torch": "2.0.1"}
+
+
+def raise_error(context: Context) -> Any:
+    raise PermissionError(13, "it is forbidden")
+
+
+def hang(context: Context) -> Any:
+    context.doing = "a call that does not return"
+    time.sleep(600)
+
+
+def reach_nobody(context: Context) -> Any:
+    doctor.try_connection = lambda address, port: f"{address}: No route to host"
+    return look_at_connections(context)
+
+
+def add_wrongly(context: Context) -> Any:
+    """Change one element of each sum on this rank."""
+    add = dist.all_reduce
+    dist.all_reduce = lambda tensor: (add(tensor), tensor[-1:].add_(1))
+    return look_at_collectives(context)
+
+
+def send_slowly(context: Context) -> Any:
+    """Delay what is measured, but not the answers to it."""
+    send = dist.send
+
+    def delay(tensor: Tensor, rank: int) -> None:
+        time.sleep(0.2 if len(tensor) > 1 else 0)
+        send(tensor, rank)
+
+    dist.send = delay
+    return look_at_collectives(context)
+
+
+def examine_with(faults: Faults, are_nodes: bool) -> int:
+    """Examine as one of the ranks. `are_nodes`: each rank is a node of its own."""
+    environment = read_environment()
+    if are_nodes:
+        doctor.read_host_id = lambda scope: str(environment.rank)
+    looks = {check.name: faults.get((check.name, environment.rank), check.look) for check in CHECKS}
+    checks = [
+        replace(check, look=looks[check.name], limit_s=2.0 if looks[check.name] is hang else check.limit_s)
+        for check in CHECKS
+    ]
+    return examine(environment, checks, json=True)
+
+
+def find_faults(
+    capfd: Any, num_ranks: int, faults: Faults, *, are_nodes: bool = False
+) -> tuple[str, dict[str, list[str]]]:
     """Examine ranks with planted faults. Returns the name of this host, and for each check what is wrong."""
-    words = [word for plant in plants for word in ("--plant", *plant)]
-    done = samestep_command("launch", "--nproc-per-node", str(num_ranks), DOCTORED, *words, cwd=cwd)
-    assert "Traceback" not in done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    code = samestep.spawn(examine_with, num_ranks, (faults, are_nodes))
+    report = json.loads(capfd.readouterr().out)
     wrong: dict[str, list[str]] = {}
     for finding in report["findings"]:
         if finding["status"] != "pass":
             assert finding["advice"], finding
             wrong.setdefault(finding["check"], []).append(finding["found"])
-    assert done.returncode == (report["status"] == "FAIL")
+    assert code == (report["status"] == "FAIL")
     return report["hosts"][0].partition(" ")[0], wrong
 
 
-def test_planted_faults_are_named(tmp_path: Path) -> None:
+def test_planted_faults_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     """Another version, a check that raises, one that hangs, and a wrong sum."""
-    host, wrong = find_faults(tmp_path, 2, ("version", "1"), ("raise", "0"), ("hang", "1"), ("wrong", "1"))
+    host, wrong = find_faults(capfd, 2, {
+        ("versions", 1): find_other_version, ("connections", 0): raise_error, ("connections", 1): hang,
+        ("collectives", 1): add_wrongly,
+    })  # fmt: skip
     [version], [total] = wrong.pop("versions"), wrong.pop("collectives")
     assert version.startswith(f"torch is 2.0.1 on rank 1 on {host}, and ")
     assert total.endswith(f"numbers of an all-reduce are wrong: rank 1 on {host}")
@@ -145,9 +215,10 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     }
 
 
-def test_faults_of_a_node_are_named(tmp_path: Path) -> None:
+def test_faults_of_a_node_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     """Each rank is a node. One reaches no other, and what another one sends is slow."""
-    host, wrong = find_faults(tmp_path, 3, ("apart", "0"), ("cut off", "2"), ("slow", "1"))
+    faults: Faults = {("connections", 2): reach_nobody, ("collectives", 1): send_slowly}
+    host, wrong = find_faults(capfd, 3, faults, are_nodes=True)
     [links] = wrong.pop("links")
     assert links.startswith("the slowest link is ")
     assert all(f"{host} (node 1) -> {host} (node {other}), " in links for other in (0, 2))
