@@ -1,5 +1,6 @@
 """A run under test: started in each way, hit by faults and signals, and compared with a run without them."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from promises.faulty import train
 from support.commands import Popen
@@ -107,6 +109,12 @@ class Started(Popen):
     @property
     def output(self) -> str:
         return self.out.read_text() + self.err.read_text()
+
+    def close(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.wait()
 
 
 def fail(spawn: Callable[..., object], *words: Any, **arguments: Any) -> None:
