@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 import samestep
 from samestep.snapshot.serialization import digest
@@ -122,22 +123,14 @@ class ResNet(nn.Module):
         return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
-class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Random inputs, and one of five classes, or texts, whose next tokens are the targets."""
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(NUM_SAMPLES, *shape, generator=generator)
-        self.y = torch.randint(5, (NUM_SAMPLES,), generator=generator)
-        if not shape:
-            texts = torch.randint(11, (NUM_SAMPLES, 7), generator=generator)
-            self.x, self.y = texts[:, :-1], texts[:, 1:]
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
+def build_data(shape: Sequence[int]) -> TensorDataset:
+    """Random inputs, and one of five classes; without a shape, texts, whose next tokens are the targets."""
+    generator = torch.Generator().manual_seed(0)
+    if shape:
+        x = torch.randn(NUM_SAMPLES, *shape, generator=generator)
+        return TensorDataset(x, torch.randint(5, (NUM_SAMPLES,), generator=generator))
+    texts = torch.randint(11, (NUM_SAMPLES, 7), generator=generator)
+    return TensorDataset(texts[:, :-1], texts[:, 1:])
 
 
 Case = tuple[Callable[[], nn.Module], Sequence[int], Sequence[str]]  # model, shape of a sample, stages
@@ -153,6 +146,16 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01)
 
 
+def open_run(run_dir: Path | None = None, **options: Any) -> Any:
+    settings = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "pipeline": 4, "device": "cpu"}
+    return samestep.Run(run_dir, **settings | options)  # type: ignore[arg-type]
+
+
+def build_in(run: Any, build: Callable[[], nn.Module], *, in_sharded_init: bool) -> nn.Module:
+    with run.sharded_init() if in_sharded_init else nullcontext():
+        return build()
+
+
 def train(
     kind: str,
     run_dir: Path | None = None,
@@ -164,19 +167,14 @@ def train(
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train a model. Returns on rank 0 what must be the same for each map of stages to ranks."""
+    """Train a model. Returns what must be the same for each map of stages to ranks; the state on rank 0 only."""
     build, shape, stages = CASES[kind]
-    settings = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "pipeline": 4, "device": "cpu"}
-    run: Any = samestep.Run(run_dir, **settings | options)  # type: ignore[arg-type]
-    if in_sharded_init:
-        with run.sharded_init():
-            model = build()
-    else:
-        model = build()
+    run = open_run(run_dir, **options)
+    model = build_in(run, build, in_sharded_init=in_sharded_init)
     updates = optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(updates, 2, 0.9)
     run.prepare(model=model, optimizer=updates, schedule=schedule, stages=stages)
-    data = Samples(shape)
+    data = build_data(shape)
 
     def compute_loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -200,17 +198,10 @@ def train(
             seen.append((step.number, step.loss.item().hex(), sorted(step.metrics.items()), norm))
         seen.append(sorted(run.evaluate(score, data).items()))
     states = run._prepared.collect_states()
-    return {"seen": seen, "state": digest(states) if run.rank == 0 else "", "bytes": count_bytes(model)}
-
-
-def count_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters and buffers that this rank has."""
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if not each.is_meta)
+    return {"seen": seen, "state": digest(states) if run.rank == 0 else ""}
 
 
 def train_on(num_replicas: int, num_ranks: int, kind: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Train on so many pipelines of so many ranks. Returns the result of rank 0, without what ranks have."""
-    found = samestep.spawn(
-        train, num_replicas * num_ranks, (kind, *args), kwargs, env={"SAMESTEP_PIPELINE_RANKS": str(num_ranks)}
-    )
-    return {name: found[name] for name in ("seen", "state")}
+    """Train on so many pipelines of so many ranks. Returns the result of rank 0."""
+    env = {"SAMESTEP_PIPELINE_RANKS": str(num_ranks)}
+    return samestep.spawn(train, num_replicas * num_ranks, (kind, *args), kwargs, env=env)  # type: ignore[no-any-return]

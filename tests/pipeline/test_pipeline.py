@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline.piped import CASES, Mlp, TiedGpt, count_bytes, train_on
+from pipeline.piped import CASES, Mlp, TiedGpt, build_in, open_run, train_on
 from support.runs import read_bits
 from support.tiny import Pairs, Tiny
-from torch import Tensor
+from torch import Tensor, nn
 
 import samestep
 
@@ -82,8 +82,8 @@ def test_without_pipeline_a_function_is_as_good_as_a_loop(tmp_path: Path) -> Non
 
 def test_restored_on_several_ranks(tmp_path: Path) -> None:
     def recall(num_ranks: int) -> Any:
-        run = samestep.Run(tmp_path / str(num_ranks), batch_size=4, micro_batch_size=2, pipeline=2, device="cpu")
-        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        run = open_run(tmp_path / str(num_ranks), batch_size=4, pipeline=2)
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.prepare(model=model, optimizer=optimizer, stages=["1"])
         for step in run.steps(torch.ones(8, 1), 3):
@@ -98,7 +98,7 @@ def test_restored_on_several_ranks(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_the_model_is_a_plain_model() -> None:
-    run = samestep.Run(None, batch_size=4, micro_batch_size=2, pipeline=4, device="cpu")
+    run = open_run()
     model = TiedGpt()
     run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters()), stages=CASES["tied"][2])
     texts = torch.zeros(2, 6, dtype=torch.int64)
@@ -108,16 +108,17 @@ def test_a_copy_of_the_model_is_a_plain_model() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+def count_bytes(model: nn.Module) -> int:
+    """Return the bytes of the parameters and buffers that this rank has."""
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if not each.is_meta)
+
+
 def measure(in_sharded_init: bool) -> list[tuple[int, int, int]]:
     """Return per rank: the bytes of the parameters and buffers, of the optimizer's state, and of gradients."""
-    run: Any = samestep.Run(None, batch_size=4, micro_batch_size=2, pipeline=4, device="cpu")
-    if in_sharded_init:
-        with run.sharded_init():
-            model = Mlp()
-    else:
-        model = Mlp()
+    run = open_run(batch_size=4)
+    model = build_in(run, Mlp, in_sharded_init=in_sharded_init)
     optimizer = torch.optim.Adam(model.parameters())
-    run.prepare(model=model, optimizer=optimizer, stages=["blocks.1", "blocks.2", "last"])
+    run.prepare(model=model, optimizer=optimizer, stages=CASES["mlp"][2])
     for step in run.steps(torch.ones(4, 8), 1):
         step.run(lambda x: model(x).square().mean())
         optimizer.step()
