@@ -17,16 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sim.disk import Disk
-from sim.network import Distributed, LocalSockets, connect
+from sim.network import Distributed, LocalSockets, Network, connect
 from sim.planted import SOURCE, Planted
 from sim.scheduler import Process
-from sim.standard_library import EPOCH_S, Facade, build_modules, do_nothing
-
-if TYPE_CHECKING:
-    from sim.machine import Machine
+from sim.standard_library import EPOCH_S, Facade, Owner, build_modules, do_nothing
 
 _STATE = (
     list, dict, set, itertools.count, weakref.WeakSet, weakref.WeakValueDictionary, bool, int, float, str, type(None),
@@ -46,39 +43,34 @@ def _compile(name: str, planted: Planted | None = None) -> tuple[CodeType, str, 
     return None
 
 
-class Instance:
+class Instance(Owner):
     """A copy of samestep's modules.
 
     Args:
         planted: a fault that it has.
 
     Attributes:
-        process: whose modules they are now.
-        machine: on which the process runs.
+        start_rank: starts a rank on the machine of the process.
     """
 
-    process: Process
-    machine: "Machine"
+    start_rank: Callable[..., Process]
 
     def __init__(self, planted: Planted | None) -> None:
         self._planted = planted
         self.distributed = Distributed()
         self._modules: dict[str, ModuleType] = {}
         self._initial: dict[str, dict[str, tuple[Any, Any]]] = {}  # module -> variable -> value, and a copy of it
-        self._simulated = build_modules(self)
+        modules = build_modules(self, self.import_name, self.import_module)
+        self._simulated = {**modules, "torch.distributed": self.distributed}
         self._builtins = self._simulated["builtins"].__dict__
 
-    @property
-    def disk(self) -> Disk:
-        """The machine's disk."""
-        return self.machine.disk
-
-    def begin(self, process: Process, machine: "Machine") -> None:
+    def begin(self, process: Process, disk: Disk, network: Network, start_rank: Callable[..., Process]) -> None:
         """Give the modules to a process."""
         self.process = process
-        self.machine = machine
+        self.disk = disk
+        self.start_rank = start_rank
         process.instance = self
-        self.distributed.begin(process, machine.network)
+        self.distributed.begin(process, network)
         self._simulated["os"].environ = process.variables
         system = self._simulated["sys"]
         system.modules = {**sys.modules, **self._modules, "__main__": ModuleType("__main__")}
@@ -209,7 +201,7 @@ def _build_fork_server(own: Instance) -> type:
         def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
             for spec in ranks:
                 rank = spec["rank"]
-                self._ranks[rank] = own.machine.start_rank(rank, variables=spec["variables"], **common)
+                self._ranks[rank] = own.start_rank(rank, variables=spec["variables"], **common)
                 self._signals[rank] = []
             self._events.append({"started": {rank: process.pid for rank, process in self._ranks.items()}})
 

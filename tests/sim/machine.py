@@ -44,10 +44,11 @@ class Launch:
     flipped: str = ""
 
 
+@dataclass
 class Machine:
     """A machine.
 
-    Args:
+    Attributes:
         script: the training script.
         options: of `samestep launch`.
         constants: of samestep: see `Instance.set_constants`.
@@ -55,29 +56,21 @@ class Machine:
         slow: probability that a message is late.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        pool: Pool,
-        script: Path,
-        options: Mapping[str, str],
-        constants: Mapping[str, Any],
-        *,
-        pace: int = 0,
-        slow: float = 0.0,
-    ) -> None:
-        self.scheduler = scheduler
-        self.network = Network(scheduler, slow)
-        self.disk = Disk(scheduler)
-        self._pool = pool
-        self._script = script
-        self._options = options
-        self._constants = constants
-        self._variables = {"PYTHONHASHSEED": "0", "PACE_S": f"{pace}"}
+    scheduler: Scheduler
+    pool: Pool
+    script: Path
+    options: Mapping[str, str]
+    constants: Mapping[str, Any]
+    pace: int = 0
+    slow: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.scheduler, self.slow)
+        self.disk = Disk(self.scheduler)
         self._launch: Launch | None = None
         self._num_launches = 0
-        scheduler.strike = self._strike
-        scheduler.on_end = self._clean_up
+        self.scheduler.strike = self._strike
+        self.scheduler.on_end = self._clean_up
         tempfile.tempdir = str(self.disk.root)
 
     def close(self) -> None:
@@ -90,17 +83,14 @@ class Machine:
         gc.freeze()  # what is there now need not be looked at again
         self._num_launches += 1
         self.scheduler.note(f"start {self._num_launches}: {round_}")
-        launcher = Process(self.scheduler, f"{self._num_launches}.launcher", -1, self._variables)
+        launcher = self._build_process("launcher", -1, {"PYTHONHASHSEED": "0", "PACE_S": f"{self.pace}"})
         self._launch = Launch(round_, self.scheduler.num_points, launcher, waiting=[*round_.faults])
-        options = {"run-dir": str(self.disk.run_dir), "nproc-per-node": str(round_.num_ranks), **self._options}
+        options = {"run-dir": str(self.disk.run_dir), "nproc-per-node": str(round_.num_ranks), **self.options}
         if round_.restarts:
             options["max-restarts"] = str(round_.restarts)
         words = ["launch", *(["--heal"] if round_.heals else [])]
         words += [word for name, value in options.items() for word in (f"--{name}", value)]
-        instance = self._pool.take()
-        instance.begin(launcher, self)
-        instance.set_constants(self._constants)
-        launcher.start(partial(_run_launcher, launcher, [*words, str(self._script)]))
+        launcher.start(partial(_run_launcher, launcher, [*words, str(self.script)]))
         self.scheduler.run()
         choose = random.Random(f"{self.scheduler.seed} {round_}")
         kinds = {fault.kind for fault in self._launch.struck}
@@ -116,13 +106,19 @@ class Machine:
         """Start a rank. `arguments`: of `samestep.launch.rank_process.run_rank`."""
         launch = self._launch
         assert launch is not None
-        process = Process(self.scheduler, f"{self._num_launches}.rank{rank}", rank, {})
+        process = self._build_process(f"rank{rank}", rank, {})
         launch.ranks[rank] = process
         launch.processes.append(process)
-        instance = self._pool.take()
-        instance.begin(process, self)
-        instance.set_constants(self._constants)
-        process.start(partial(instance.load("samestep.launch.rank_process").run_rank, rank=rank, **arguments))
+        run_rank = process.instance.load("samestep.launch.rank_process").run_rank
+        process.start(partial(run_rank, rank=rank, **arguments))
+        return process
+
+    def _build_process(self, name: str, rank: int, variables: Mapping[str, str]) -> Process:
+        """Build a process with a copy of samestep's modules."""
+        process = Process(self.scheduler, f"{self._num_launches}.{name}", rank, variables)
+        instance = self.pool.take()
+        instance.begin(process, self.disk, self.network, self.start_rank)
+        instance.set_constants(self.constants)
         return process
 
     def _clean_up(self, process: Process) -> None:
@@ -131,7 +127,7 @@ class Machine:
         process.handlers.clear()
         process.torch_globals = None
         process.instance.end()
-        self._pool.give_back(process.instance)
+        self.pool.give_back(process.instance)
         process.instance = None
         if self._launch is not None and process is self._launch.launcher:  # its fork server kills them
             for each in self._launch.processes:

@@ -49,6 +49,16 @@ HEAL = "a dead rank costs no step"
 EVALUATE = "the same evaluation at any number of ranks"
 METRICS = "no row doubled or missing"
 
+
+def _heal(what: str, file: str, old: str, new: str, **more: str) -> Planted:
+    return Planted(f"healing: {what}", HEAL, file, old, new, focus="heal", **more)
+
+
+def _twins(what: str, file: str, old: str, new: str, **more: str) -> Planted:
+    """With a divided state, which has two owners."""
+    return Planted(f"twins: {what}", HEAL, file, old, new, focus="twins", **more)
+
+
 PLANTED = (
     # --- samples, seeds and the tree
     Planted(
@@ -330,94 +340,93 @@ PLANTED = (
         "    _set_states(states)\n    return value", "    return value", "", "phases",
     ),
     # --- healing
-    Planted(
-        "healing: an exception is taken for a death", HEAL, "launch/supervisor.py",
+    _heal(
+        "an exception is taken for a death", "launch/supervisor.py",
         " and all(failure.is_death for failure in failed)", "", test="launch/test_supervisor.py",
     ),
-    Planted(
-        "healing: ranks that save after a signal do not continue", HEAL, "launch/supervisor.py",
+    _heal(
+        "ranks that save after a signal do not continue", "launch/supervisor.py",
         "if self._heals:\n            self._heal()",
         "if self._heals and self.state is not State.SAVING:\n            self._heal()",
         test="launch/test_supervisor.py",
     ),
-    Planted(
-        "healing: a collective that counts is repeated", HEAL, "world/membership.py",
-        "return position < max(positions)", "return False", focus="heal",
+    _heal(
+        "a collective that counts is repeated", "world/membership.py",
+        "return position < max(positions)", "return False",
         scenario="seed=84 script=passes every=3 steps=10 | 4 heal kill@1973 kill@2036 | 2",
     ),
-    Planted(
-        "healing: a collective that does not count is not repeated", HEAL, "world/membership.py",
-        "return position < max(positions)", "return True", focus="heal",
+    _heal(
+        "a collective that does not count is not repeated", "world/membership.py",
+        "return position < max(positions)", "return True",
         scenario="seed=1 script=mlp every=3 steps=10 | 3 heal kill@1175 | 1",
     ),
-    Planted(
-        "healing: nobody confirms a collective", HEAL, "world/group.py",
+    _heal(
+        "nobody confirms a collective", "world/group.py",
         "            self._gather_number_now(1)\n            membership.complete()",
         "            membership.complete()",
-        focus="heal", scenario="seed=46 script=mlp every=3 steps=10 | 5 heal kill@2203 | 2",
+        scenario="seed=46 script=mlp every=3 steps=10 | 5 heal kill@2203 | 2",
     ),
-    Planted(
-        "healing: a rank keeps the members of the group before", HEAL, "world/membership.py",
-        "self.members = self._named = members", "self._named = members", focus="heal",
+    _heal(
+        "a rank keeps the members of the group before", "world/membership.py",
+        "self.members = self._named = members", "self._named = members",
     ),
-    Planted(
-        "healing: the new rank 0 does not complete the ledger", HEAL, "snapshot/logs.py",
-        '        ledger.append(b"".join(missing))\n', "", focus="heal",
+    _heal(
+        "the new rank 0 does not complete the ledger", "snapshot/logs.py",
+        '        ledger.append(b"".join(missing))\n', "",
         scenario="seed=1 script=mlp every=10 steps=10 | 3 heal kill@730/0 | 1",
     ),
-    Planted(
-        "healing: the new rank 0 does not complete the metrics", HEAL, "snapshot/logs.py",
-        "for step, line in self._rows if step >= at", "for step, line in self._rows if step > at + 99", focus="heal",
+    _heal(
+        "the new rank 0 does not complete the metrics", "snapshot/logs.py",
+        "for step, line in self._rows if step >= at", "for step, line in self._rows if step > at + 99",
     ),
-    Planted(
-        "healing: a further pass has the numbers of an earlier one by position", HEAL, "train/step.py",
-        "elif num_ranks != self._num_ranks_before:", "elif False:", "heal", "passes",
+    _heal(
+        "a further pass has the numbers of an earlier one by position", "train/step.py",
+        "elif num_ranks != self._num_ranks_before:", "elif False:", script="passes",
     ),
-    Planted(
-        "healing: a batch that the script has changed in place is used again", HEAL, "train/step.py",
-        "            self._load_again()\n", "            pass\n", "heal", "passes",
+    _heal(
+        "a batch that the script has changed in place is used again", "train/step.py",
+        "            self._load_again()\n", "            pass\n", script="passes",
     ),
-    Planted(
-        "healing: a batch that an earlier pass has changed is taken for a new one", HEAL, "train/step.py",
-        "for v in before if self.num_passes else ():", "for v in ():", "heal", "passes",
-        "seed=775 script=passes every=3 steps=7 routes=gather | 3 heal kill@850/1 | 1",
+    _heal(
+        "a batch that an earlier pass has changed is taken for a new one", "train/step.py",
+        "for v in before if self.num_passes else ():", "for v in ():", script="passes",
+        scenario="seed=775 script=passes every=3 steps=7 routes=gather | 3 heal kill@850/1 | 1",
     ),
-    Planted(
-        "healing: the values of a dead rank are left out", HEAL, "train/step.py",
-        "if len(rows) < self._num_ranks:", "if False:", "heal", "passes",
+    _heal(
+        "the values of a dead rank are left out", "train/step.py",
+        "if len(rows) < self._num_ranks:", "if False:", script="passes",
     ),
-    Planted(
-        "healing: the micro-batches of a dead rank are not computed", HEAL, "train/step.py",
-        "self._attempt = PassAttempt(", "self._attempt = self._attempt or PassAttempt(", focus="heal",
+    _heal(
+        "the micro-batches of a dead rank are not computed", "train/step.py",
+        "self._attempt = PassAttempt(", "self._attempt = self._attempt or PassAttempt(",
     ),
     # --- healing with a divided state
-    Planted(
-        "twins: a new owner does not get the state", HEAL, "train/divided_state.py",
-        "            optimizer.state[param] = state\n", "            pass\n", focus="twins",
+    _twins(
+        "a new owner does not get the state", "train/divided_state.py",
+        "            optimizer.state[param] = state\n", "            pass\n",
         scenario="seed=1 script=mlp shard=optimizer owners=2 every=5 steps=10 | 4 heal kill@900/0 kill@1900/1 | 2",
     ),
-    Planted(
-        "twins: the second owner drops the gradient", HEAL, "engine/exchange.py",
+    _twins(
+        "the second owner drops the gradient", "engine/exchange.py",
         "            if route.space.gets_sum:\n",
         "            if route.space.rank in (route.space.owners or [route.space.rank])[:1]:\n",
-        focus="twins",
     ),
-    Planted(
-        "twins: the norm lacks the gradients of a dead owner", HEAL, "engine/ownership.py",
-        "if ownership.holds(params[i])}", "if ownership.find(params[i])[:1] == (group.number,)}", "twins", "batchnorm",
+    _twins(
+        "the norm lacks the gradients of a dead owner", "engine/ownership.py",
+        "if ownership.holds(params[i])}", "if ownership.find(params[i])[:1] == (group.number,)}", script="batchnorm",
     ),
-    Planted(
-        "twins: after a death, parameters are sent by a rank that has not updated them", HEAL, "engine/ownership.py",
-        "members.index(list_living(owners, members)[0]) for", "owners[0] % len(members) for", focus="twins",
+    _twins(
+        "after a death, parameters are sent by a rank that has not updated them", "engine/ownership.py",
+        "members.index(list_living(owners, members)[0]) for", "owners[0] % len(members) for",
     ),
-    Planted(
-        "twins: ranks go by the deaths that they have noticed", HEAL, "train/lost_copies.py",
-        "self._num_ranks < len(", "len(self._divided.ownership._group.members) < len(", focus="twins",
+    _twins(
+        "ranks go by the deaths that they have noticed", "train/lost_copies.py",
+        "self._num_ranks < len(", "len(self._divided.ownership._group.members) < len(",
         scenario="seed=7 script=mlp shard=optimizer owners=2 every=5 steps=5 | 3 heal kill@822/1 | 2",
     ),
-    Planted(
-        "twins: the last record of a dead rank 0, which was not known yet, is lost", HEAL, "snapshot/run_directory.py",
-        "        self.waiting = kept.waiting\n", "", focus="twins",
+    _twins(
+        "the last record of a dead rank 0, which was not known yet, is lost", "snapshot/run_directory.py",
+        "        self.waiting = kept.waiting\n", "",
     ),
     Planted(
         "twins: the checksums of both owners count", ONCE, "engine/gradient_checksum.py",

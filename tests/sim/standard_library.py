@@ -22,13 +22,10 @@ from collections.abc import Callable
 from concurrent import futures
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sim.disk import build_open
-from sim.scheduler import Exited, Killed, Task
-
-if TYPE_CHECKING:
-    from sim.instances import Instance
+from sim.disk import Disk, build_open
+from sim.scheduler import Exited, Killed, Process, Task
 
 EPOCH_S = 1_700_000_000.0
 LAUNCHER_PID = 99_999
@@ -46,13 +43,27 @@ class Facade(ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
-def build_modules(own: "Instance") -> dict[str, Any]:
-    """Build the modules of one process at a time: name -> module."""
+class Owner:
+    """The process to which modules belong now, and the disk of its machine."""
+
+    process: Process
+    disk: Disk
+
+
+def build_modules(
+    own: Owner, import_name: Callable[..., Any], import_module: Callable[..., Any]
+) -> dict[str, Any]:
+    """Build the modules of one process at a time: name -> module.
+
+    Args:
+        import_name: in the place of `importlib.import_module`.
+        import_module: in the place of `__import__`.
+    """
     return {
         "time": _build_time(own),
         "os": _build_os(own),
         "sys": _build_sys(own),
-        "builtins": _build_builtins(own),
+        "builtins": _build_builtins(own, import_module),
         "threading": _build_threading(own),
         "queue": _build_queue(own),
         "signal": _build_signal(own),
@@ -68,11 +79,10 @@ def build_modules(own: "Instance") -> dict[str, Any]:
             token_hex=lambda n=32: own.process.random.randbytes(n).hex(),
         ),
         "uuid": Facade(uuid, uuid4=lambda: uuid.UUID(bytes=own.process.random.randbytes(16), version=4)),
-        "importlib": Facade(importlib, import_module=own.import_name),
+        "importlib": Facade(importlib, import_module=import_name),
         "concurrent.futures": Facade(
             futures, ThreadPoolExecutor=lambda _: nullcontext(SimpleNamespace(map=map))
         ),
-        "torch.distributed": own.distributed,
     }
 
 
@@ -80,7 +90,7 @@ def do_nothing(*_: Any, **__: Any) -> None:
     """Do nothing, in the place of a call without a meaning in a simulation."""
 
 
-def _build_time(own: "Instance") -> Facade:
+def _build_time(own: Owner) -> Facade:
     def read_monotonic() -> float:
         return own.process.scheduler.now_s
 
@@ -103,7 +113,7 @@ def _build_time(own: "Instance") -> Facade:
     )
 
 
-def _build_os(own: "Instance") -> Facade:
+def _build_os(own: Owner) -> Facade:
     def leave(code: int) -> None:
         own.process.end(code)
         raise Exited(code)
@@ -177,7 +187,7 @@ def _build_os(own: "Instance") -> Facade:
     )
 
 
-def _build_sys(own: "Instance") -> Facade:
+def _build_sys(own: Owner) -> Facade:
     class Output(io.StringIO):
         def write(self, text: str) -> int:
             if text.strip():
@@ -196,18 +206,16 @@ def _build_sys(own: "Instance") -> Facade:
     )
 
 
-def _build_builtins(own: "Instance") -> Facade:
+def _build_builtins(own: Owner, import_module: Callable[..., Any]) -> Facade:
     def show(*words: Any, sep: str | None = " ", end: str | None = "\n", **_: Any) -> None:
         if text := (" " if sep is None else sep).join(map(str, words)).rstrip("\n"):
             own.process.output.append(text)
 
     open_file = build_open(lambda: own.process, lambda: own.disk)
-    facade = Facade(builtins, **{**vars(builtins), "print": show, "open": open_file})
-    facade.__dict__["__import__"] = own.import_module
-    return facade
+    return Facade(builtins, **{**vars(builtins), "print": show, "open": open_file, "__import__": import_module})
 
 
-def _build_atexit(own: "Instance") -> Facade:
+def _build_atexit(own: Owner) -> Facade:
     def register(fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         own.process.exit_functions.append((fn, args))
         return fn
@@ -226,7 +234,7 @@ def _build_atexit(own: "Instance") -> Facade:
     return Facade(atexit, register=register, unregister=unregister, _run_exitfuncs=run_all)
 
 
-def _build_signal(own: "Instance") -> Facade:
+def _build_signal(own: Owner) -> Facade:
     def get(signum: int) -> Any:
         default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
         return own.process.handlers.get(signum, default)
@@ -240,7 +248,7 @@ def _build_signal(own: "Instance") -> Facade:
     return Facade(signal, signal=install, getsignal=get, alarm=do_nothing, pthread_sigmask=lambda *_: set())
 
 
-def _build_threading(own: "Instance") -> Facade:
+def _build_threading(own: Owner) -> Facade:
     class Lock:
         """Tasks change places only at points, so it needs none of its own."""
 
@@ -349,7 +357,7 @@ def _build_threading(own: "Instance") -> Facade:
     )
 
 
-def _build_queue(own: "Instance") -> Facade:
+def _build_queue(own: Owner) -> Facade:
     class SimpleQueue:
         def __class_getitem__(cls, _: Any) -> type:
             return cls

@@ -164,7 +164,7 @@ class Laboratory:
             constants |= RARE_LOOKS
             options["stuck-after-s"] = STUCK_AFTER_S
         slow = choose.choice((0, 0, 0.02))
-        machine = Machine(scheduler, pool, script, options, constants, pace=scenario.pace, slow=slow)
+        machine = Machine(scheduler, pool, script, options, constants, scenario.pace, slow)
         progress = Progress(scenario.every)
         is_damaged = False
         try:
