@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +90,12 @@ def plan_tasks(num_tasks: int, size: int = 4) -> list[Task]:
     ]
 
 
+def open_loader(data: Any, tasks: Iterable[Task], **options: Any) -> Loader:
+    return Loader(read_data_arguments(data, **options), iter(tasks), device=CPU)
+
+
 def load(data: Any, tasks: list[Task], **options: Any) -> list[Loaded]:
-    with Loader(read_data_arguments(data, **options), iter(tasks), device=CPU) as loader:
+    with open_loader(data, tasks, **options) as loader:
         return list(loader)
 
 
@@ -185,7 +189,7 @@ def test_tasks_are_taken_no_earlier_than_needed(num_workers: int, ahead: int) ->
     taken = itertools.count()
     tasks = (task for task in itertools.cycle(plan_tasks(5)) if next(taken) >= 0)
     data = DataLoader(Noisy(), batch_size=4, num_workers=num_workers, prefetch_factor=3 if num_workers else None)
-    with Loader(read_data_arguments(data), tasks, device=CPU) as loader:
+    with open_loader(data, tasks) as loader:
         for done in range(1, 8):
             next(loader)
             assert done <= int(repr(taken)[6:-1]) <= done + ahead
@@ -204,7 +208,7 @@ def test_tasks_are_taken_no_earlier_than_needed(num_workers: int, ahead: int) ->
 )
 def test_a_failure_names_the_sample(num_workers: int, odd: Callable[[], Any], said: str) -> None:
     tasks = plan_tasks(6)  # the fifth has samples 16 to 19
-    with Loader(read_data_arguments(Odd(odd), num_workers=num_workers), iter(tasks), device=CPU) as loader:
+    with open_loader(Odd(odd), tasks, num_workers=num_workers) as loader:
         for _ in range(4):
             next(loader)
         with pytest.raises(Error, match=said) as caught:
@@ -218,9 +222,8 @@ def test_a_failure_names_the_sample(num_workers: int, odd: Callable[[], Any], sa
 def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signals) -> None:
     said = rf"^DataLoader worker 0 .pid \d+. was killed by {number.name}: check"
     data = Odd(lambda: os.kill(os.getpid(), number))
-    loader = Loader(read_data_arguments(data, num_workers=2), iter(plan_tasks(5)), device=CPU)
-    with loader, pytest.raises(WorkerDied, match=said) as caught:
-        list(loader)
+    with pytest.raises(WorkerDied, match=said) as caught:
+        load(data, plan_tasks(5), num_workers=2)
     assert caught.value.__suppress_context__
     torchs = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal.strsignal(number)}. ")
     said = f"DataLoader worker (pid 7) was killed by {number.name} while the script ran: check for a lack of memory"
@@ -229,8 +232,7 @@ def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signal
 
 def test_the_death_of_a_worker_raises_at_the_next_micro_batch_only() -> None:
     """torch would raise from its signal handler, wherever the script is: Python ignores that in a callback."""
-    loader = Loader(read_data_arguments(Noisy(), num_workers=1), iter(plan_tasks(20)), device=CPU)
-    with loader:
+    with open_loader(Noisy(), plan_tasks(20), num_workers=1) as loader:
         next(loader)
         (process,) = loader._workers.processes
         os.kill(process.pid, signal.SIGKILL)
@@ -293,7 +295,7 @@ def test_read_batch_gives_the_micro_batch(num_workers: int) -> None:
 def test_close_leaves_no_process_and_no_thread() -> None:
     threads = set(threading.enumerate())
     for ending in ("close", "exhausted", "dropped"):
-        loader = Loader(read_data_arguments(Noisy(), num_workers=2), iter(plan_tasks(20)), device=CPU)
+        loader = open_loader(Noisy(), plan_tasks(20), num_workers=2)
         next(loader)
         workers = multiprocessing.active_children()
         assert len(workers) == 2
@@ -312,7 +314,7 @@ def test_close_leaves_no_process_and_no_thread() -> None:
 def test_close_ends_a_thread_that_sends_more_than_a_pipe_holds() -> None:
     threads = set(threading.enumerate())
     tasks = (Task(np.zeros(1 << 16, int), number) for number in range(8))
-    loader = Loader(read_data_arguments(Stuck(), num_workers=1), tasks, device=CPU)
+    loader = open_loader(Stuck(), tasks, num_workers=1)
     assert set(threading.enumerate()) > threads
     loader.close()
     assert set(threading.enumerate()) <= threads
@@ -321,7 +323,7 @@ def test_close_ends_a_thread_that_sends_more_than_a_pipe_holds() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_leave_the_decision_to_the_rank(number: signal.Signals) -> None:
     tasks = plan_tasks(30)
-    with Loader(read_data_arguments(Noisy(), num_workers=2), iter(tasks), device=CPU) as loader:
+    with open_loader(Noisy(), tasks, num_workers=2) as loader:
         for worker in multiprocessing.active_children():
             os.kill(worker.pid, number)  # at once: they may not have started
         loaded = [next(loader) for _ in range(10)]
@@ -435,9 +437,9 @@ def test_to_device_moves_every_structure() -> None:
 def test_a_tensor_dataset_is_read_by_the_column(tensors: tuple[Tensor, ...]) -> None:
     """The bits, types and shapes are those of reading it sample by sample."""
     tasks = [Task(np.array([3, 8, 0, 3]), 1), Task(np.array([5]), 2)]
-    spec = read_data_arguments(TensorDataset(*tensors), sizes=(4,))
-    samples = [TensorDataset(*tensors)[i] for i in (3, 8, 0, 3)]
-    first, second = [loaded.batch for loaded in Loader(spec, tasks, device=CPU)]
+    data = TensorDataset(*tensors)
+    samples = [data[i] for i in (3, 8, 0, 3)]
+    first, second = [loaded.batch for loaded in load(data, tasks, sizes=(4,))]
     assert type(first) is type(second) is list
     assert [len(column) for column in second] == [1] * len(tensors)
     for column, wanted in zip(first, default_collate(samples), strict=True):
@@ -448,7 +450,7 @@ def test_a_tensor_dataset_is_read_by_the_column(tensors: tuple[Tensor, ...]) -> 
 
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_workers_end_although_one_held_a_lock(is_killed: bool) -> None:
-    loader = Loader(read_data_arguments(Noisy(), num_workers=2), plan_tasks(3), device=CPU)
+    loader = open_loader(Noisy(), plan_tasks(3), num_workers=2)
     next(loader)
     workers = loader._workers
     workers.iterator._workers_done_event._cond.acquire()  # as a worker holds it while it checks whether to leave

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from processes import Command
 from support.disks import open_disk
+from support.runs import check
 from support.selection import one_in
 from support.waiting import wait_until
 
@@ -142,8 +143,7 @@ def test_a_restart_continues_in_a_directory_whose_name_the_script_computes(comma
         "        step.backward(model(x).mean())\n"
         "    optimizer.step()\n",
     )
-    done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "stamped.py")
-    assert done.returncode == 0, done.stderr
+    done = check(command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "stamped.py"))
     (run_dir,) = (command.directory / "runs").iterdir()
     assert "begins at 2\n" in done.stdout
     assert f"this restart continues the run in runs/{run_dir.name}, and not in runs/" in done.stderr
@@ -165,9 +165,8 @@ def test_a_rank_that_fails_and_does_not_end_is_named(command: Command) -> None:
         "while not os.path.exists('failed'): time.sleep(0.01)\n"
         "raise PeerFailed('rank 0 has closed its connection')",
     )
-    done = command.run("launch", "--nproc-per-node", "2", "slow.py")
+    done = check(command.run("launch", "--nproc-per-node", "2", "slow.py"), 1)
     assert done.stderr.splitlines()[-1] == "KeyError: 'first'"
-    assert done.returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -224,8 +223,7 @@ def test_a_signal_before_there_is_a_run(command: Command) -> None:
             process.send_signal(signal.SIGUSR1)  # as Slurm does: to every process of a step
     os.kill(launch.pid, signal.SIGUSR1)
     command.write("go", "")
-    done = command.finish(launch)
-    assert done.returncode == 75, done.stderr
+    done = check(command.finish(launch), 75)
     assert "stopped by a signal after step 1, saved" in done.stdout
     assert json.loads((command.directory / "run/status.json").read_text())["reason"] == "stopped by SIGUSR1"
 
@@ -281,8 +279,7 @@ if "fail" in sys.argv and attempt == "0" and own == 1:
 
 def test_ranks_of_a_machine_meet_again_after_a_restart(command: Command) -> None:
     command.write("meet.py", MEET)
-    done = command.run("launch", "--nproc-per-node", "3", "--max-restarts", "1", "--tf-config", "meet.py", "fail")
-    assert done.returncode == 0, done.stderr
+    check(command.run("launch", "--nproc-per-node", "3", "--max-restarts", "1", "--tf-config", "meet.py", "fail"))
     for attempt in range(2):
         files = [command.directory / f"config-{rank}-{attempt}.json" for rank in range(3)]
         configs = [json.loads(file.read_text()) for file in files]
@@ -418,14 +415,12 @@ def test_what_hidden_ranks_print_is_in_their_logs(command: Command) -> None:
     its own, also one of another command.
     """
     write_script(command, PRINTS)
-    first = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "kill")
-    assert first.returncode == 0, first.stderr
+    first = check(command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "kill"))
     assert "early 1" not in first.stdout, "rank 0 is shown alone"
     assert first.stdout.count("early 0") == 2
     assert "python 2\n" in first.stdout
     assert "error 2\n" in first.stderr
-    second = command.run("launch", "--nproc-per-node", "2", "train.py", "go on")
-    assert second.returncode == 0
+    check(command.run("launch", "--nproc-per-node", "2", "train.py", "go on"))
     logs = command.directory / "run" / "logs"
     assert read_lines(logs / "0" / "1.log") == ["early 1", *said_at(0), *said_at(1)], "all output of the killed rank"
     assert read_lines(logs / "1" / "1.log") == ["early 1", *said_at(0), *said_at(1), *said_at(2)]
@@ -438,18 +433,16 @@ def test_a_disk_that_is_full_ends_the_log_and_nothing_else(command: Command) -> 
     write_script(command, FLOODS)
     (command.directory / "run").mkdir()
     with open_disk(command.directory / "run" / "logs") as disk:
-        done = command.run("launch", "--nproc-per-node", "2", "train.py", "flood")
+        done = check(command.run("launch", "--nproc-per-node", "2", "train.py", "flood"), 3)
         assert shutil.disk_usage(disk).free == 0
         assert "the end of 2" in done.stdout, "the other rank is through"
-        assert done.returncode == 3
         assert done.stderr.endswith("samestep: rank 1 ended with exit code 3; the others were stopped\n")
 
 
 def test_a_tidied_directory_for_temporary_files(command: Command) -> None:
     """During a long run, old files in /tmp are removed. A rank is killed then."""
     write_script(command, TIDIES)
-    done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "")
-    assert done.returncode == 0, done.stderr
+    done = check(command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "train.py", ""))
     assert "Traceback" not in done.stderr
     command.assert_no_files_left()
 
@@ -473,5 +466,5 @@ def test_a_closed_output(command: Command) -> None:
     with os.fdopen(writer, "w") as end:
         launch = command.start("launch", "train.py", "flood", stdout=end)
     os.close(reader)
-    assert command.finish(launch).returncode == 0
+    check(command.finish(launch))
     assert json.loads((command.directory / "run" / "status.json").read_text())["status"] == "done"

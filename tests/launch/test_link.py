@@ -27,6 +27,7 @@ class Place:
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # a TCPStore would be inherited by later forks
+        self.entries = SignedEntries(SECRET.encode(), self.store)
         self.links: list[Link] = []
 
     def open(self, own: int, others: list[int], secret: str = SECRET) -> Link:
@@ -37,6 +38,10 @@ class Place:
 
     def pair(self) -> tuple[Link, Link]:
         return self.open(0, [1]), self.open(1, [0])
+
+    def assert_lost(self, link: Link, other: int) -> None:
+        """Its next message is that another node is lost."""
+        assert [(node, type(message)) for node, message in self.take(link, 1)] == [(other, Lost)]
 
     def take(self, link: Link, num: int) -> list[tuple[int, Message]]:
         found: list[tuple[int, Message]] = []
@@ -69,30 +74,29 @@ def test_a_node_that_ends_is_lost(place: Place) -> None:
     first, second = place.pair()
     wait_until(lambda: first.sees(1) and second.sees(0), "they see each other")
     second.close(5.0)
-    assert [(node, type(message)) for node, message in place.take(first, 1)] == [(1, Lost)]
+    place.assert_lost(first, 1)
 
 
 def test_a_node_that_stands_still_is_lost_within_seconds(place: Place) -> None:
     """As if its machine had vanished: its connection does not close."""
     first = place.open(0, [1])
-    entries = SignedEntries(SECRET.encode(), place.store)
     for number in (1, 2):
-        entries.put("node/1", ("0123456789abcdef", number))
+        place.entries.put("node/1", ("0123456789abcdef", number))
         wait_until(lambda: first._peers[1].beat == ("0123456789abcdef", number), "it is seen")  # noqa: B023
     began_s = time.monotonic()
     assert first.sees(1)
-    assert [(node, type(message)) for node, message in place.take(first, 1)] == [(1, Lost)]
+    place.assert_lost(first, 1)
     assert time.monotonic() - began_s >= LOST_S - 1.0, "it was not lost before"
 
 
-def repeat(place: Place, entries: SignedEntries) -> None:
+def repeat(place: Place) -> None:
     """A signed entry under another name."""
     signed = place.store.get("samestep/node/0")
     for name in ("node/1", "node/2"):
         place.store.set(f"samestep/{name}", signed)
 
 
-def forge(place: Place, entries: SignedEntries) -> None:
+def forge(place: Place) -> None:
     """Entries with the signature of another secret."""
     forger = SignedEntries(b"another secret", place.store)
     forger.put("node/1", ("0123456789abcdef", 7))
@@ -101,12 +105,12 @@ def forge(place: Place, entries: SignedEntries) -> None:
 
 
 @pytest.mark.parametrize(
-    "attack", [lambda place, entries: place.store.set("samestep/node/1", b"x" * 99), repeat, forge]
+    "attack", [lambda place: place.store.set("samestep/node/1", b"x" * 99), repeat, forge]
 )
-def test_a_stranger_is_not_heard(place: Place, attack: Callable[[Place, SignedEntries], None]) -> None:
+def test_a_stranger_is_not_heard(place: Place, attack: Callable[[Place], None]) -> None:
     first = place.open(0, [1])
     wait_until(lambda: math.isfinite(first._alive_s), "the store is open")
-    attack(place, SignedEntries(SECRET.encode(), place.store))
+    attack(place)
     count = first._count
     wait_until(lambda: first._count > count + 1, "it has looked")
     assert (first.receive(), first.sees(1)) == ([], False)
@@ -152,12 +156,12 @@ def test_a_node_that_was_started_again_is_lost(place: Place) -> None:
     wait_until(lambda: first.sees(1), "it is there")
     second._is_closing.set()
     place.open(1, [0])
-    assert [(node, type(message)) for node, message in place.take(first, 1)] == [(1, Lost)]
+    place.assert_lost(first, 1)
 
 
 def test_a_beat_of_an_earlier_start_is_no_node(place: Place) -> None:
     """The engine's store outlives a start of the agents."""
-    SignedEntries(SECRET.encode(), place.store).put("node/1", ("0123456789abcdef", 7))
+    place.entries.put("node/1", ("0123456789abcdef", 7))
     first = place.open(0, [1])
     first.send(1, Print("a message"))
     wait_until(lambda: first._count > 5, "it has looked")

@@ -56,11 +56,9 @@ def test_same_bits_with(options: dict[str, Any]) -> None:
 ])  # fmt: skip
 def test_resumed_on_other_ranks(kind: str, maps: list[tuple[int, int]], tmp_path: Path) -> None:
     """A run that is stopped in each epoch, with other ranks each time, has the bits of one that was not stopped."""
-    for number, (num_replicas, num_ranks) in enumerate(maps):
-        max_steps = [2, 5, None][number]
+    for (num_replicas, num_ranks), max_steps in zip(maps, (2, 5, None), strict=True):
         found = train_on(num_replicas, num_ranks, kind, tmp_path / "parts", max_steps=max_steps)
-    whole = train_on(1, 2, kind, tmp_path / "whole")
-    assert found["state"] == whole["state"]
+    assert found["state"] == train_on(1, 2, kind, tmp_path / "whole")["state"]
     assert read_bits(tmp_path / "parts") == read_bits(tmp_path / "whole")
 
 

@@ -37,7 +37,7 @@ def main() -> int:
         num_scenarios, took_s, how = search(planted)
         num_missed += not how
         how = how or "MISSED"
-        print(f"{took_s:5.1f} s {num_scenarios:4d}  {planted.what} ({planted.promise}): {how[:150]}", flush=True)
+        print(f"{took_s:5.1f} s {num_scenarios:4d}  {planted.what}: {how[:150]}", flush=True)
     print(f"{num_missed} of {len(PLANTED)} were missed")
     return 1 if num_missed else 0
 

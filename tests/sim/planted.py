@@ -16,7 +16,6 @@ class Planted:
 
     Attributes:
         what: what is wrong.
-        promise: the promise that it breaks (docs/dev/simulation.md lists them).
         file: below src/samestep.
         old, new: the text, and what replaces it.
         focus: of the scenarios that are tried first, see `scenarios.plan`.
@@ -26,7 +25,6 @@ class Planted:
     """
 
     what: str
-    promise: str
     file: str
     old: str
     new: str
@@ -41,302 +39,293 @@ class Planted:
         return f"samestep.{self.file.removesuffix('.py').replace('/', '.')}"
 
 
-SAME_BITS = "same bits at any number of ranks"
-ONCE = "each sample once, in the ledger"
-ATOMIC = "snapshots are atomic and checked"
-RESUME = "the same command resumes"
-HEAL = "a dead rank costs no step"
-EVALUATE = "the same evaluation at any number of ranks"
-METRICS = "no row doubled or missing"
-
-
 def _heal(what: str, file: str, old: str, new: str, **more: str) -> Planted:
-    return Planted(f"healing: {what}", HEAL, file, old, new, focus="heal", **more)
+    return Planted(f"healing: {what}", file, old, new, focus="heal", **more)
 
 
 def _twins(what: str, file: str, old: str, new: str, **more: str) -> Planted:
     """With a divided state, which has two owners."""
-    return Planted(f"twins: {what}", HEAL, file, old, new, focus="twins", **more)
+    return Planted(f"twins: {what}", file, old, new, focus="twins", **more)
 
 
 PLANTED = (
     # --- samples, seeds and the tree
     Planted(
-        "two additions of the tree are swapped", SAME_BITS, "engine/routes.py",
+        "two additions of the tree are swapped", "engine/routes.py",
         "    for dst, src in layout.additions:\n", "    for dst, src in layout.additions[::-1]:\n",
     ),
     Planted(
-        "a rank adds its parts in another order", SAME_BITS, "engine/leaf.py",
+        "a rank adds its parts in another order", "engine/leaf.py",
         "            grads = add_grads(self._sums.pop(), grads)\n        self._sums.append(grads)",
         "            grads = add_grads(self._sums.pop(0), grads)\n        self._sums.append(grads)",
     ),
     Planted(
-        "an addition goes to the wrong part", SAME_BITS, "plan/tree.py",
+        "an addition goes to the wrong part", "plan/tree.py",
         "additions.append((dst, _complete(mid, hi, slots, additions)))",
         "additions.append((_complete(mid, hi, slots, additions), dst))",
     ),
     Planted(
-        "a rank merges one sum too few with a micro-batch", SAME_BITS, "plan/tree.py",
+        "a rank merges one sum too few with a micro-batch", "plan/tree.py",
         "len(cover(n, first, lo)) + 1 - len(", "len(cover(n, first, lo)) - len(",
     ),
     Planted(
-        "the seed of a micro-batch does not depend on the step", SAME_BITS, "plan/order.py",
+        "the seed of a micro-batch does not depend on the step", "plan/order.py",
         "_pack(seed & _MASK_64, step, pass_, micro_batch | ", "_pack(seed & _MASK_64, 0, pass_, micro_batch | ",
     ),
     Planted(
-        "the seed of a micro-batch does not depend on the pass", SAME_BITS, "plan/order.py",
+        "the seed of a micro-batch does not depend on the pass", "plan/order.py",
         "_pack(seed & _MASK_64, step, pass_, micro_batch | ", "_pack(seed & _MASK_64, step, 0, micro_batch | ",
     ),
     Planted(
-        "Python's generator is not seeded", SAME_BITS, "data/loader.py",
+        "Python's generator is not seeded", "data/loader.py",
         "    _seed_python(seed)\n", "    pass\n",
     ),
     Planted(
-        "NumPy's generator is not seeded", SAME_BITS, "data/loader.py",
+        "NumPy's generator is not seeded", "data/loader.py",
         "    np.random.seed(seed >> 31)\n", "    pass\n",
     ),
     Planted(
-        "torch's generator is not seeded", SAME_BITS, "data/loader.py",
+        "torch's generator is not seeded", "data/loader.py",
         "    torch.default_generator.manual_seed(seed)\n", "    pass\n",
     ),
     Planted(
-        "a rank computes a micro-batch with the seed of another one", SAME_BITS, "train/step.py",
+        "a rank computes a micro-batch with the seed of another one", "train/step.py",
         'seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=v))',
         'seed_all(parts.derive("compute", step=self.number, pass_=self.num_passes, micro_batch=0))',
     ),
     Planted(
-        "a step takes the samples of the step before it", ONCE, "plan/loop_plan.py",
+        "a step takes the samples of the step before it", "plan/loop_plan.py",
         "self.micro_batches(step)[v]", "self.micro_batches(max(step - 1, 0))[v]",
     ),
     Planted(
-        "the order of an epoch does not depend on the epoch", ONCE, "plan/order.py",
+        "the order of an epoch does not depend on the epoch", "plan/order.py",
         'return _shuffle(length, derive(seed, "order", step=epoch))', 'return _shuffle(length, derive(seed, "order"))',
     ),
     Planted(
-        "the last, short step of an epoch takes samples of the next epoch", ONCE, "plan/loop_plan.py",
+        "the last, short step of an epoch takes samples of the next epoch", "plan/loop_plan.py",
         "return start, min(start + self.batch_size, (epoch + 1) * self._num_samples)",
         "return start, start + self.batch_size",
     ),
     # --- gradients, losses and buffers
     Planted(
-        "the mean of the losses is not weighted", SAME_BITS, "engine/control.py",
+        "the mean of the losses is not weighted", "engine/control.py",
         "math.fsum(weighted) / total", "math.fsum(weighted) / len(weighted)",
     ),
     Planted(
-        "the total weight is that of one rank", SAME_BITS, "engine/control.py",
+        "the total weight is that of one rank", "engine/control.py",
         "in enumerate(reports):", "in enumerate(reports[: len(layout.ranges[0])]):",
     ),
     Planted(
-        "a total over the batch is that of one rank", SAME_BITS, "train/step.py",
+        "a total over the batch is that of one rank", "train/step.py",
         "return math.fsum(self.gather(numbers))", "return math.fsum(numbers.values())", script="batchnorm",
     ),
     Planted(
-        "the gradient is divided by the size of a whole batch", SAME_BITS, "engine/passes.py",
+        "the gradient is divided by the size of a whole batch", "engine/passes.py",
         "self._scale / reduced.total_weight",
         "self._scale / (gradients.micro_batch_size * self._layout.num_micro_batches)",
     ),
     Planted(
-        "a buffer is divided by the number of all micro-batches of one rank", SAME_BITS, "engine/buffers.py",
+        "a buffer is divided by the number of all micro-batches of one rank", "engine/buffers.py",
         "mean = total / count", "mean = total / max(1, count - 1)",
     ),
     Planted(
-        "a micro-batch begins with the buffers that the one before it has left", SAME_BITS, "engine/buffers.py",
+        "a micro-batch begins with the buffers that the one before it has left", "engine/buffers.py",
         "        self.tensor.data.copy_(self.start)\n", "        pass\n",
     ),
     Planted(
-        "the fingerprints of the last rank are dropped", ONCE, "train/step.py",
+        "the fingerprints of the last rank are dropped", "train/step.py",
         "map(read_fingerprint, reduced.reports)", "map(read_fingerprint, reduced.reports[:-1])",
     ),
     Planted(
-        "a rank ignores the votes of the others", RESUME, "engine/passes.py",
+        "a rank ignores the votes of the others", "engine/passes.py",
         "Reduced(votes, reports,", "Reduced([vote], reports,", focus="stop",
     ),
     Planted(
-        "the ranks stop only if the first one has got a signal", RESUME, "train/stopping.py",
+        "the ranks stop only if the first one has got a signal", "train/stopping.py",
         "Decision(max(signals),", "Decision(signals[0],", focus="stop",
     ),
     # --- evaluations
     Planted(
-        "an evaluation has the scores of the first rank only", EVALUATE, "train/evaluate.py",
+        "an evaluation has the scores of the first rank only", "train/evaluate.py",
         "_merge(layout.sort(rows[group.last_ranks]))", "_merge(rows[0])",
     ),
     Planted(
-        "an evaluation trains dropout", EVALUATE, "train/evaluate.py",
+        "an evaluation trains dropout", "train/evaluate.py",
         '                    _set("training", evaluating)', '                    _set("training", modes)',
     ),
     Planted(
-        "an evaluation leaves the modules in another mode", EVALUATE, "train/evaluate.py",
+        "an evaluation leaves the modules in another mode", "train/evaluate.py",
         '            _set("training", modes)\n            _set("grad", gradients)',
         '            _set("grad", gradients)',
     ),
     # --- files
     Planted(
-        "the tensors of a snapshot are not synced", ATOMIC, "snapshot/serialization.py",
+        "the tensors of a snapshot are not synced", "snapshot/serialization.py",
         "os.fsync(file.fileno())", "pass", focus="power",
     ),
     Planted(
-        "the manifest is not synced", ATOMIC, "snapshot/store.py",
+        "the manifest is not synced", "snapshot/store.py",
         "os.fsync(file.fileno())", "pass", focus="power",
     ),
     Planted(
-        "the names in a new snapshot are not synced", ATOMIC, "snapshot/store.py",
+        "the names in a new snapshot are not synced", "snapshot/store.py",
         "        _sync(directory)\n", "", focus="power",
     ),
     Planted(
-        "the name of a new snapshot is not synced", RESUME, "snapshot/store.py",
+        "the name of a new snapshot is not synced", "snapshot/store.py",
         "move_directory(directory, target)\n        _sync(self.path)\n", "move_directory(directory, target)\n",
         focus="power",
     ),
     Planted(
-        "the ledger is not synced before a snapshot", ONCE, "snapshot/logs.py",
+        "the ledger is not synced before a snapshot", "snapshot/logs.py",
         "        os.fsync(self._file)\n\n    def cut", "        pass\n\n    def cut", focus="power",
     ),
     Planted(
-        "the name of the directory of snapshots is not synced", RESUME, "snapshot/store.py",
+        "the name of the directory of snapshots is not synced", "snapshot/store.py",
         "            _sync(self.path.parent)\n", "", focus="power",
         scenario="seed=2 script=gan every=1 steps=5 | 1 power@300 | 1",
     ),
     Planted(
-        "a snapshot is visible before its files are complete", ATOMIC, "snapshot/store.py",
+        "a snapshot is visible before its files are complete", "snapshot/store.py",
         'directory = self.path / f"{_WRITING}{name_directory(step, name)}.{secrets.token_hex(4)}"',
         "directory = self.path / name_directory(step, name)", focus="power",
     ),
     Planted(
-        "the record of a run is not replaced atomically", RESUME, "files.py",
+        "the record of a run is not replaced atomically", "files.py",
         "        os.replace(partial, path)", "        path.unlink(missing_ok=True)\n        os.replace(partial, path)",
         scenario="seed=1 script=mlp every=1 | 1 kill_all@250 | 1 kill_all@os.rename#1 | 2",
     ),
     Planted(
-        "the newest snapshots are pruned, and not the oldest", RESUME, "snapshot/manifest.py",
+        "the newest snapshots are pruned, and not the oldest", "snapshot/manifest.py",
         "outdated += [each for each in same if each.step < oldest_kept]", "outdated += same[keep:]",
     ),
     Planted(
-        "the checksum of a manifest is not compared", ATOMIC, "snapshot/manifest.py",
+        "the checksum of a manifest is not compared", "snapshot/manifest.py",
         'if manifest.pop("sha256", None) != _checksum(manifest):', 'if not manifest.pop("sha256", None):',
         test="snapshot/test_store.py",
     ),
     Planted(
-        "the checksums of a snapshot's bytes are not compared", ATOMIC, "snapshot/manifest.py",
+        "the checksums of a snapshot's bytes are not compared", "snapshot/manifest.py",
         "None if checksum == sha256", "None if checksum", focus="flip",
     ),
     Planted(
-        "a short write of a log is taken for a whole one", ONCE, "snapshot/logs.py",
+        "a short write of a log is taken for a whole one", "snapshot/logs.py",
         "del self._pending[:num_written]", "self._pending.clear()",
     ),
     Planted(
-        "a snapshot does not wait until the ranks have decided", ATOMIC, "snapshot/snapshotter.py",
+        "a snapshot does not wait until the ranks have decided", "snapshot/snapshotter.py",
         "while not self._decided.wait(_POLL_S):", "while False:", focus="background",
     ),
     # --- resuming
     Planted(
-        "a row of the ledger is doubled after a resume", ONCE, "snapshot/run_directory.py",
+        "a row of the ledger is doubled after a resume", "snapshot/run_directory.py",
         "step * LEDGER_RECORD.size)", "(step + (step > 0)) * LEDGER_RECORD.size)",
     ),
     Planted(
-        "the metrics are not cut on a resume", METRICS, "snapshot/run_directory.py",
+        "the metrics are not cut on a resume", "snapshot/run_directory.py",
         "(metrics, point.metrics_bytes)", "(metrics, metrics.flush())",
     ),
     Planted(
-        "a row of an epoch that will run again is written", METRICS, "train/loop.py",
+        "a row of an epoch that will run again is written", "train/loop.py",
         "self.is_cut = self._state.steps_done < end", "pass",
     ),
     Planted(
-        "a snapshot does not know all rows of its step", METRICS, "snapshot/run_directory.py",
+        "a snapshot does not know all rows of its step", "snapshot/run_directory.py",
         '"metrics_bytes": metrics.flush()', '"metrics_bytes": max(0, metrics.flush() - 1)',
     ),
     Planted(
-        "run.state is not restored", RESUME, "train/prepared.py",
+        "run.state is not restored", "train/prepared.py",
         'return contents["state"]', "return {}", focus="kill_all",
     ),
     Planted(
-        "the state of an optimizer is not restored", RESUME, "train/objects.py",
+        "the state of an optimizer is not restored", "train/objects.py",
         "        optimizer.load_state_dict({**saved, STATE: states, GROUPS: groups})\n", "",
     ),
     Planted(
-        "the sums of the metrics of an epoch are not restored", METRICS, "train/context.py",
+        "the sums of the metrics of an epoch are not restored", "train/context.py",
         'self.tally.load_state_dict(notes.get("tally", {}))', "pass", focus="kill_all",
     ),
     Planted(
-        "a resumed run begins one step late", RESUME, "train/context.py",
+        "a resumed run begins one step late", "train/context.py",
         'data.plan.first_step, self._resumed["step"])',
         'data.plan.first_step, self._resumed["step"] + (self._resumed["step"] % 5 == 3))',
     ),
     Planted(
-        "a run continues from the copy with the oldest snapshot", RESUME, "snapshot/run_record.py",
+        "a run continues from the copy with the oldest snapshot", "snapshot/run_record.py",
         "steps.index(max(steps))", "steps.index(min(steps))", test="snapshot/test_store.py",
     ),
     Planted(
-        "the state of an optimizer has the dtype of its weights after a resume", RESUME, "train/objects.py",
+        "the state of an optimizer has the dtype of its weights after a resume", "train/objects.py",
         "optimizer.state[param] = tree_map(", "tree_map(", test="promises/test_resume.py",
     ),
     Planted(
-        "the body after an epoch is not seeded", SAME_BITS, "train/loop.py",
+        "the body after an epoch is not seeded", "train/loop.py",
         "        seed_all(derive(self._context.config.seed, purpose, step=number))\n", "",
     ),
     Planted(
-        "a copy for a snapshot is not joined before the update", ATOMIC, "train/stopping.py",
+        "a copy for a snapshot is not joined before the update", "train/stopping.py",
         "        self._snapshotter.join_copy()\n", "", focus="background",
     ),
     # --- signals
     Planted(
-        "a second signal does not end plain python", RESUME, "train/stopping.py",
+        "a second signal does not end plain python", "train/stopping.py",
         "if now_s - self._heard_at_s >= self._same_for_s:", "if False:", test="train/test_stopping.py",
     ),
     Planted(
-        "a late signal kills a rank that has saved", RESUME, "train/stopping.py",
+        "a late signal kills a rank that has saved", "train/stopping.py",
         "        if math.isinf(self._same_for_s):\n", "        if False:\n", test="train/test_stopping.py",
     ),
     Planted(
-        "the other ranks are not ended after a failure", RESUME, "launch/supervisor.py",
+        "the other ranks are not ended after a failure", "launch/supervisor.py",
         "case State.FAILING if is_due:", "case State.FAILING if False:", test="launch/test_supervisor.py",
     ),
     Planted(
-        "the mean of whole numbers in a buffer is cut off", SAME_BITS, "engine/buffers.py",
+        "the mean of whole numbers in a buffer is cut off", "engine/buffers.py",
         "(mean.round() if is_whole else mean)", "mean", test="engine/test_buffers.py",
     ),
     Planted(
-        "a lane of a stream continues without its seed", RESUME, "data/lanes.py",
+        "a lane of a stream continues without its seed", "data/lanes.py",
         "        self._seed_for(lane, step)\n", "", script="stream",
     ),
     # --- several loops, and lines outside of the steps
     Planted(
-        "the order of a sampler is not restored", ONCE, "train/context.py",
+        "the order of a sampler is not restored", "train/context.py",
         'data.orders.restore(order["epoch"], order["indices"])', "pass", "kill_all", "phases",
     ),
     Planted(
-        "a resumed run begins its first loop again", RESUME, "train/context.py",
+        "a resumed run begins its first loop again", "train/context.py",
         "self._num_past = len(self._ends)", "self._num_past = 0", "kill_all", "phases",
     ),
     Planted(
-        "run.stop ends the next loop, too", RESUME, "train/context.py",
+        "run.stop ends the next loop, too", "train/context.py",
         '            self.stop_reason = ""\n            self._ends', "            self._ends", "kill_all", "phases",
     ),
     Planted(
-        "a loop that run.stop has ended continues after a resume", RESUME, "train/context.py",
+        "a loop that run.stop has ended continues after a resume", "train/context.py",
         'self.stop_reason if self.is_stopped else ""', '""', "kill_all", "phases",
     ),
     Planted(
-        "a parameter that was unfrozen in the loop is frozen after a resume", RESUME, "train/prepared.py",
+        "a parameter that was unfrozen in the loop is frozen after a resume", "train/prepared.py",
         'param.requires_grad_(name not in position["frozen"])', "pass", "kill_all", "phases",
     ),
     Planted(
-        "a parameter group that was added in the loop is lost", RESUME, "train/objects.py",
+        "a parameter group that was added in the loop is lost", "train/objects.py",
         'optimizer.add_param_group({"params": added})', "pass", "kill_all", "phases",
     ),
     Planted(
-        "what the lines between two loops have changed is changed again", RESUME, "train/opening.py",
+        "what the lines between two loops have changed is changed again", "train/opening.py",
         "state.set_script(prepared.restore_again(context))", "pass", "kill_all", "phases",
     ),
     Planted(
-        "the lines after a loop are not seeded", SAME_BITS, "train/loop.py",
+        "the lines after a loop are not seeded", "train/loop.py",
         '        self._seed_body("after", state.steps_done)\n', "", "kill_all", "phases",
     ),
     Planted(
-        "a row that was logged before a restart is written again", METRICS, "train/run.py",
+        "a row that was logged before a restart is written again", "train/run.py",
         "if has_run or will_run_again:", "if will_run_again:", "kill_all", "phases",
     ),
     Planted(
-        "a rank keeps its own random numbers when rank 0 has drawn alone", SAME_BITS, "train/determinism.py",
+        "a rank keeps its own random numbers when rank 0 has drawn alone", "train/determinism.py",
         "    _set_states(states)\n    return value", "    return value", "", "phases",
     ),
     # --- healing
@@ -429,7 +418,7 @@ PLANTED = (
         "        self.waiting = kept.waiting\n", "",
     ),
     Planted(
-        "twins: the checksums of both owners count", ONCE, "engine/gradient_checksum.py",
+        "twins: the checksums of both owners count", "engine/gradient_checksum.py",
         "joined = reduce(or_, checksums)", "joined = sum(checksums)", focus="twins",
     ),
 )  # fmt: skip

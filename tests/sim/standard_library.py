@@ -210,6 +210,8 @@ def _build_builtins(own: Owner, import_module: Callable[..., Any]) -> Facade:
     def show(*words: Any, sep: str | None = " ", end: str | None = "\n", **_: Any) -> None:
         if text := (" " if sep is None else sep).join(map(str, words)).rstrip("\n"):
             own.process.output.append(text)
+        if words[:1] == ("step",):  # a step of a script begins
+            own.process.wait(bool, float(own.process.variables["PACE_S"]), "sleep")
 
     open_file = build_open(lambda: own.process, lambda: own.disk)
     return Facade(builtins, **{**vars(builtins), "print": show, "open": open_file, "__import__": import_module})

@@ -22,8 +22,7 @@ def test_random_runs_give_the_run_of_one_rank() -> None:
 
 def test_a_scenario_reproduces_all_that_happens() -> None:
     once = explore("--verbose", "--scenario", "seed=5 script=gan | 3 heal kill@900/1 freeze@1500/0+3 | 2 power@700 | 1")
-    again = explore("--verbose", "--scenario", once.partition("\n")[0])
-    assert again == once
+    assert explore("--verbose", "--scenario", once.partition("\n")[0]) == once
     assert once.count("start") == 3
 
 

@@ -195,13 +195,14 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
     """Check the exit codes of a launch, and what its processes have printed. `is_damaged`: whether a snapshot is."""
     kinds = {fault.kind for fault in launch.struck}
     lines = [line for process in [launch.launcher, *launch.processes] for line in process.output]
+    last = " / ".join(lines[-5:])
     code = launch.launcher.code
     if code != 0 and (not kinds or (kinds <= {"freeze"})):
-        raise Violation(f"the launch ended with {code}: {' / '.join(lines[-5:])}")
+        raise Violation(f"the launch ended with {code}: {last}")
     if code == MISTAKE and not (is_damaged or kinds & {"full", "flip"}):
-        raise Violation(f"the launch ended as after a mistake in the script: {' / '.join(lines[-5:])}")
+        raise Violation(f"the launch ended as after a mistake in the script: {last}")
     if kinds <= {"stop", "freeze"} and code not in STOPPED:
-        raise Violation(f"after SIGTERM the launch ended with {code}: {' / '.join(lines[-5:])}")
+        raise Violation(f"after SIGTERM the launch ended with {code}: {last}")
     is_too_short = any("IndexError" in line for line in lines)  # in passes.py: a list by position
     for line in lines:
         if TWINS in line and len(launch.struck) < 2:

@@ -1,6 +1,7 @@
 """Copies that are made during the computation, and what becomes of them: a snapshot, if they are sound, or nothing."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
@@ -37,10 +38,14 @@ def make_tensors() -> dict[str, Tensor]:
     }
 
 
-def begin(tensors: dict[str, Tensor]) -> tuple[Copy, dict[str, Tensor]]:
-    targets = Staging().take(tensors)
-    stable = {locate(tensor) for tensor in tensors.values()}
-    return Copy(tensors, targets, stable=stable, look=lambda address, tensor: None), targets
+def begin(
+    tensors: dict[str, Tensor],
+    targets: dict[str, Tensor] | None = None,
+    look: Callable[[int, Tensor], None] = lambda address, tensor: None,
+) -> Copy:
+    """Begin to copy tensors, by default all. `look`: called with each part of them."""
+    targets = Staging().take(tensors) if targets is None else targets
+    return Copy(tensors, targets, stable={*map(locate, tensors.values())}, look=look)
 
 
 def test_what_is_copied_and_looked_at() -> None:
@@ -48,8 +53,7 @@ def test_what_is_copied_and_looked_at() -> None:
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     looked: dict[int, list[Tensor]] = defaultdict(list)
     targets = Staging().take({name: tensor for name, tensor in tensors.items() if name != "half"})
-    stable = {locate(tensor) for tensor in tensors.values()}
-    copy = Copy(tensors, targets, stable=stable, look=lambda at, tensor: looked[at].append(tensor.clone().flatten()))
+    copy = begin(tensors, targets, lambda address, tensor: looked[address].append(tensor.clone().flatten()))
     for name in ("small", "with holes"):
         tensors[name].zero_()  # copied by now
     assert not torch.equal(targets["large"], tensors["large"])
@@ -87,8 +91,7 @@ def test_a_thread_waits_for_the_copies_on_each_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(async_copy, "WriteDetector", lambda tensors: SimpleNamespace(find_changed=list))
     sources = {"large": torch.randn(NUM_LARGE).as_subclass(OnGpu), "small": torch.randn(3).as_subclass(OnGpu)}
     targets = {name: torch.zeros(each.shape) for name, each in sources.items()}
-    stable = {*map(locate, sources.values())}
-    Copy(sources, targets, stable=stable, look=lambda address, tensor: cuda.look(tensor)).run()
+    begin(sources, targets, lambda address, tensor: cuda.look(tensor)).run()
     copied = ["stream", "stream().__enter__", "Stream().synchronize", "look", "stream().__exit__"]
     calls = [name for name, _, _ in cuda.mock_calls]
     assert calls == ["Stream", "current_stream", "Stream().wait_stream", *copied, *copied]
@@ -112,7 +115,7 @@ def test_a_thread_waits_for_the_copies_on_each_device(monkeypatch: pytest.Monkey
 def test_what_is_written_to_is_torn(write: object) -> None:
     tensors = {"still": torch.randn(NUM_LARGE), "changed": torch.randn(NUM_LARGE)}
     tensors["changed"].grad = torch.ones(NUM_LARGE)
-    copy, _ = begin(tensors)
+    copy = begin(tensors)
     copy.run()
     write(tensors["changed"])  # type: ignore[operator]
     copy.join()
@@ -172,18 +175,14 @@ def test_all_sequences_of_events(is_divided: bool) -> None:
             assert stage is Stage.ABORTED
 
 
-def test_a_rank_alone_completes_no_divided_one() -> None:
-    writer, location = write(begin({"large": torch.randn(NUM_LARGE)})[0], is_divided=True)
-    writer.handle(Event.SOUND)
-    writer.wait_until_written()
-    assert (writer.stage, list_calls(location)) == (Stage.ABORTED, ["prepare", "abort"])
-
-
-def test_a_rank_alone_refuses_what_is_torn() -> None:
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_a_rank_alone_completes_no_torn_one_and_no_divided_one(is_divided: bool) -> None:
     large = torch.randn(NUM_LARGE)
-    copy, _ = begin({"large": large})
+    copy = begin({"large": large})
     large.add_(1)
-    writer, location = write(copy)
+    writer, location = write(copy, is_divided=is_divided)
+    if is_divided:
+        writer.handle(Event.SOUND)  # all say so, and no part of another rank is written
     writer.wait_until_written()
     assert (writer.stage, list_calls(location)) == (Stage.ABORTED, ["prepare", "abort"])
 
@@ -192,8 +191,7 @@ def test_errors_are_kept() -> None:
     def look(address: int, tensor: Tensor) -> None:
         raise ValueError("a look")
 
-    large = torch.randn(NUM_LARGE)
-    copy = Copy({"large": large}, {}, stable={locate(large)}, look=look)
+    copy = begin({"large": torch.randn(NUM_LARGE)}, {}, look)
     writer, location = write(copy)
     writer.wait_until_written()
     assert copy.has_failed

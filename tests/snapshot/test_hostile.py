@@ -24,6 +24,7 @@ from support.tiny import tiny_run
 
 import samestep
 from samestep.errors import Error, RunDirectoryError
+from samestep.hashing import hash_bytes
 from samestep.plan.ledger import RECORD, Entry
 from samestep.snapshot.logs import Heal
 from samestep.snapshot.manifest import parse_manifest, seal
@@ -34,6 +35,7 @@ from samestep.snapshot.store import SavedRun, Store
 from samestep.tools.inspect import run_inspect, run_watch
 from samestep.tools.report import run_report
 
+SNAPSHOT = "snapshots/step-00000003/"
 POSITION: dict[str, Any] = {"step": 3, "epoch": 1, "precision": {}}
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": POSITION, "state": {}}
 SAVED: dict[str, Any] = {**STATE, "objects": {}}
@@ -96,7 +98,7 @@ def mutate(draw: Callable[[st.SearchStrategy[Any]], Any], manifest: Any) -> None
 def test_a_changed_manifest_is_sound_or_refused(place: Path, data: st.DataObject) -> None:
     """The checksum is correct: an attacker who changes a manifest can compute it."""
     shutil.rmtree(place / "copy", ignore_errors=True)
-    path = place / "run" / "snapshots" / "step-00000003" / "manifest.json"
+    path = place / "run" / SNAPSHOT / "manifest.json"
     kept, before = path.read_bytes(), look(place)
     manifest = json.loads(kept)
     del manifest["sha256"]
@@ -146,12 +148,15 @@ def read_from_bucket(place: Path) -> Any:
 )
 def test_a_lock_names_no_other_directory(place: Path, run: str) -> None:
     """The run's id in it is part of the name of the working copy."""
-    (place / "run" / "lock").write_text(f"process 1 on here since then\n{'0' * 32}\n{run}\n")
-    copy = Mirror(f"file://{place / 'run'}").join(str(place / "copies"))
-    assert copy.parent == place / "copies"
-    assert re.fullmatch(r".*-[0-9a-f]{12}", copy.name)
-    (place / "run" / "lock").write_text(f"process 1 on here since then\n{'0' * 32}\n{'0a' * 16}\n")
-    assert Mirror(f"file://{place / 'run'}").join(str(place / "copies")).name.endswith("0a" * 6)
+
+    def name_copy(run: str) -> str:
+        (place / "run" / "lock").write_text(f"process 1 on here since then\n{'0' * 32}\n{run}\n")
+        copy = Mirror(f"file://{place / 'run'}").join(str(place / "copies"))
+        assert copy.parent == place / "copies"
+        return copy.name
+
+    assert re.fullmatch(r".*-[0-9a-f]{12}", name_copy(run))
+    assert name_copy("0a" * 16).endswith("0a" * 6)
 
 
 def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +174,11 @@ def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.Monk
 
 def replace_in(place: Path, file: str, change: Callable[[bytes], bytes]) -> None:
     """Change a file of the snapshot, and its manifest accordingly."""
-    from hashlib import sha256
-
-    directory = place / "run" / "snapshots" / "step-00000003"
+    directory = place / "run" / SNAPSHOT
     content = change((directory / file).read_bytes())
     (directory / file).write_bytes(content)
     manifest = {k: v for k, v in json.loads((directory / "manifest.json").read_bytes()).items() if k != "sha256"}
-    manifest["files"][file] = [["__metadata__", len(content), sha256(content).hexdigest()]]
+    manifest["files"][file] = [["__metadata__", len(content), hash_bytes(content)]]
     (directory / "manifest.json").write_text(json.dumps(seal(manifest)))
 
 
@@ -281,10 +284,10 @@ PLANTED: dict[str, Callable[[Path], object]] = {
     "a circle": lambda path: path.symlink_to(path.name),
     "240 GB": lambda path: (path.touch(), os.truncate(path, 240 << 30)),
 }
-SNAPSHOT = "snapshots/step-00000003/"
-NAMES = ["run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "heals.jsonl", "ranks.json", "ledger.bin"]
-NAMES += ["logs/0/0.log"]
-NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
+NAMES = [
+    "run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "heals.jsonl", "ranks.json", "ledger.bin",
+    "logs/0/0.log", f"{SNAPSHOT}manifest.json", f"{SNAPSHOT}state.json",
+]  # fmt: skip
 
 
 @pytest.mark.timeout(60)
@@ -313,15 +316,8 @@ def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        *itertools.product(
-            ["step-00000004", ".tmp-step-00000004", ".tmp-doomed-step-00000003"],
-            ["a FIFO", "a circle", "a link"],
-        )
-    ],
-)
+@pytest.mark.parametrize("name", ["step-00000004", ".tmp-step-00000004", ".tmp-doomed-step-00000003"])
+@pytest.mark.parametrize("what", ["a FIFO", "a circle", "a link"])
 def test_what_is_in_the_place_of_a_snapshot(place: Path, name: str, what: str) -> None:
     """It blocks neither a writer nor a reader, and the other snapshots stay usable."""
     store = Store(place / "run")
@@ -336,9 +332,11 @@ def test_what_is_in_the_place_of_a_snapshot(place: Path, name: str, what: str) -
 
 # --- links ------------------------------------------------------------------------------------------------------------
 
-WRITTEN = ["lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "heals.jsonl", "status.json"]
-WRITTEN += [".run.json.partial", ".status.json.partial", "snapshots", "abandoned", "logs", "orders"]
-WRITTEN += [f"snapshots/.tmp-{name}" for name in ("step-00000004", "inbox")]
+WRITTEN = [
+    "lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "heals.jsonl", "status.json",
+    ".run.json.partial", ".status.json.partial", "snapshots", "abandoned", "logs", "orders",
+    "snapshots/.tmp-step-00000004", "snapshots/.tmp-inbox",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRITTEN)

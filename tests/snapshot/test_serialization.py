@@ -90,8 +90,7 @@ STATES = st.recursive(
 @settings(max_examples=80, deadline=None)
 @given(state=STATES)
 def test_any_state_comes_back_exactly(state: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.getbasetemp()
-    restored = restore(state, directory)
+    restored = restore(state, tmp_path_factory.getbasetemp())
     assert_same(restored, state)
     assert digest(restored) == digest(state)
 
@@ -112,8 +111,7 @@ def test_a_dense_tensor_keeps_its_strides(tensor: torch.Tensor, tmp_path_factory
 def test_others_can_read_the_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = torch.randint(0, 2, (3, 5), dtype=torch.uint8).to(dtype)
     restore({"a": {"b": tensor, "odd": torch.ones(3, dtype=torch.int8)}}, tmp_path)
-    read = load_file(tmp_path / "tensors.safetensors")["a/b"]
-    assert_same(read, tensor)
+    assert_same(load_file(tmp_path / "tensors.safetensors")["a/b"], tensor)
 
 
 def test_an_error_of_the_hashing_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,11 +188,8 @@ class Pair(NamedTuple):
 )
 def test_what_cannot_be_held_is_named(value: Any, what: str) -> None:
     state = {"objects": {"scheduler": {"lr_lambdas": [None, value]}}}
-    with pytest.raises(InvalidType) as raised:
+    with pytest.raises(InvalidType, match=rf"^scheduler\.lr_lambdas\[1\].*{what}.*leave it out"):
         encode(state)
-    assert str(raised.value).startswith("scheduler.lr_lambdas[1]")
-    assert what in str(raised.value)
-    assert "leave it out" in str(raised.value)
 
 
 def nest(levels: int, wrap: Callable[[Any], Any]) -> Any:

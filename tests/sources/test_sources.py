@@ -90,17 +90,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("../etc/x.txt", "../etc/x.txt is no name of a sample"),
-        ("a/../../x.txt", "a/../../x.txt is no name of a sample"),
-        ("a/x.__key__", "a/x.__key__ would replace the key of the sample"),
+        ("../etc/x.txt", r"\.\./etc/x\.txt is no name of a sample"),
+        ("a/../../x.txt", r"a/\.\./\.\./x\.txt is no name of a sample"),
+        ("a/x.__key__", r"a/x\.__key__ would replace the key of the sample"),
     ],
 )
 def test_hostile_names_in_a_tar(name: str, said: str, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo(name))
-    with pytest.raises(InvalidValue) as caught:
+    with pytest.raises(InvalidValue, match=said):
         WebDataset(tmp_path)
-    assert said in str(caught.value)
 
 
 def test_an_absolute_name_in_a_tar_is_a_relative_key(tmp_path: Path) -> None:
@@ -146,7 +145,6 @@ def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"x": [float(i) for i in range(SAMPLES)]}).with_format("torch")
     with Loader(read_data_arguments(data), [Task(np.array([5, 2]), 0)], device=torch.device("cpu")) as loader:
         assert read_x(next(loader).batch) == [5, 2]
-    stream = data.to_iterable_dataset(num_shards=3)
-    lanes = Lanes(stream, 3, 2, 0, 0)
+    lanes = Lanes(data.to_iterable_dataset(num_shards=3), 3, 2, 0, 0)
     assert [row["x"].item() for row in lanes.__getitems__([2, 3])] == [10, 11], "lane 1 has the second shard"
     assert [row["x"].item() for row in lanes.__getitems__([8, 9])] == [12, 13]

@@ -1,5 +1,6 @@
 """Which rank is reported as stuck, when, and what the ranks do about it. Time is simulated."""
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -156,18 +157,18 @@ def test_no_rank_is_blamed_if_all_wait(ranks: list[Beat], words: str) -> None:
     assert (stall.blocking, stall.sentence) == ((), f"the ranks have waited for each other for 25 s: {words}")
 
 
-def test_all_wait_for_a_rank_that_joins() -> None:
-    """The launcher ends it after 15 s if it does not come, whatever the limits of the run are."""
-    for limits in (Limits(), Limits(floor_s=5.0, first_s=6.0, stop_s=6.0)):
-        assert diagnose([wait(rank, 299, waits_in=NEW_GROUP) for rank in range(2)], limits) is None
-        assert diagnose([wait(rank, 301, waits_in=NEW_GROUP) for rank in range(2)], limits) is not None
-
-
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("ended", *LEARNT)])
 def test_code_of_the_script_has_the_longest_limit(phase: str) -> None:
     """The learned limits do not apply to it: the end of an epoch may take longer than a step."""
     assert diagnose([wait(0, 299), hear(1, phase, 299)], Limits()) is None
     assert diagnose([wait(0, 301), hear(1, phase, 301)], Limits()) is not None
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(floor_s=5.0, first_s=6.0, stop_s=6.0)])
+def test_all_wait_for_a_rank_that_joins(limits: Limits) -> None:
+    """The launcher ends it after 15 s if it does not come, whatever the limits of the run are."""
+    assert diagnose([wait(rank, 299, waits_in=NEW_GROUP) for rank in range(2)], limits) is None
+    assert diagnose([wait(rank, 301, waits_in=NEW_GROUP) for rank in range(2)], limits) is not None
 
 
 @pytest.mark.parametrize("phase", LEARNT)
@@ -328,33 +329,31 @@ def test_every_sequence_of_two_events(can_heal: bool, is_launched: bool) -> None
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
+def follow(views: Iterable[View]) -> list[Action]:
+    """Return what rank 0 does at these moments."""
+    state: State = Moving()
+    done: list[Action] = []
+    for view in views:
+        state, actions = decide(state, view, build_facts())
+        done += actions
+    return done
+
+
 def test_a_rank_that_no_longer_responds_is_named_again() -> None:
     """It was named by what it did last: its beats are overdue only later."""
-    state: State = Moving()
-    said: list[str] = []
-    for now_s in range(10, 40):
-        other = hear(1, "loading", now_s, is_silent=20 <= now_s < 30)
-        state, actions = decide(state, View(now_s, now_s, 0.0, OWN, [wait(0, now_s), other]), build_facts())
-        said += [action.text for action in actions if isinstance(action, Say)]
-    first, second = said
-    assert first.startswith("rank 1 (host h0) has been loading data")
-    assert second.startswith("nothing was heard of rank 1 (host h0)")
+    others = [hear(1, "loading", now_s, is_silent=20 <= now_s < 30) for now_s in range(10, 40)]
+    first, second = follow(View(s, s, 0.0, OWN, [wait(0, s), other]) for s, other in enumerate(others, 10))
+    assert first.text.startswith("rank 1 (host h0) has been loading data")
+    assert second.text.startswith("nothing was heard of rank 1 (host h0)")
 
 
 def test_a_suspended_leader_does_not_say_that_the_run_continues() -> None:
-    state: State = Moving()
-    said: list[str] = []
-    for now_s in range(10, 40):
-        view = View(now_s, now_s % 20, 0.0, OWN, [wait(0, now_s), hear(1, "loading", now_s)])
-        state, actions = decide(state, view, build_facts())
-        said += [action.text for action in actions if isinstance(action, Say)]
-    assert len(said) == 1
+    [said] = follow(View(s, s % 20, 0.0, OWN, [wait(0, s), hear(1, "loading", s)]) for s in range(10, 40))
+    assert isinstance(said, Say)
 
 
 def test_a_rank_that_is_cut_off_ends() -> None:
-    state: State = Moving()
-    done: list[tuple[int, type[Action]]] = []
-    for now_s in range(62):
-        state, actions = decide(state, View(now_s, now_s, now_s, wait(0, now_s), None), build_facts())
-        done += [(now_s, type(action)) for action in actions]
-    assert done == [(11, Say), (61, EndSelf)]
+    def find_actions(until_s: int) -> list[type[Action]]:
+        return [*map(type, follow(View(s, s, s, wait(0, s), None) for s in range(until_s)))]
+
+    assert [*map(find_actions, (11, 12, 61, 62))] == [[], [Say], [Say], [Say, EndSelf]]

@@ -98,33 +98,6 @@ def test_ranks_sign_their_messages_with_their_own_key() -> None:
     assert first not in on_ranks(2, lambda group: group._key.hex())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_broadcast_tensors(num_ranks: int) -> None:
-    """Tensors of all kinds are overwritten in place, without effect on autograd."""
-
-    def fn(group: Group) -> list[Any]:
-        tensors = [
-            *torch.nn.Linear(3, 2).parameters(),
-            torch.full((2, 2), group.rank, dtype=torch.int64),
-            torch.full((), float(group.rank), dtype=torch.float64),
-            torch.zeros(0),
-            torch.full((3, 4), float(group.rank)).T,
-            *(torch.full((2, 3), group.rank).to(dtype).T for dtype in (torch.int16, torch.uint16, torch.bool)),
-            *(torch.full((2,), group.rank).to(dtype) for dtype in (torch.complex64, torch.float8_e5m2)),
-        ]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        group.broadcast_tensors(tensors, source=group.world_size - 1)
-        assert [tensor.data_ptr() for tensor in tensors] == addresses
-        assert tensors[0].requires_grad
-        assert tensors[0].grad_fn is None
-        return [tensor.tolist() for tensor in tensors]
-
-    first, *others = on_ranks(num_ranks, fn)
-    assert all(other == first for other in others)
-    assert first[6] == [[num_ranks - 1] * 2] * 3
-    assert first[2] == [[num_ranks - 1] * 2] * 2
-
-
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_torchrun_starts_ranks_again(capfd: pytest.CaptureFixture[str], num_nodes: int) -> None:
     """torchrun keeps its store, in which gloo would find the previous ranks. Of several torchruns, an error says so."""

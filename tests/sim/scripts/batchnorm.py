@@ -1,8 +1,5 @@
 """BatchNorm, a total over the batch, clipping, steps without an update, a scheduler, and an average of the weights."""
 
-import os
-import time
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,7 +19,6 @@ run.prepare(model=model, average=average, optimizer=optimizer, scheduler=schedul
 for epoch in run.epochs(data, 3, num_workers=0):
     for step in epoch:
         print("step", step.number)
-        time.sleep(float(os.environ["PACE_S"]))
         positive = step.total(lambda batch: (batch[1] > 0).sum()) / step.num_samples
         for inputs, targets in step:
             if step.number != 2:

@@ -1,8 +1,5 @@
 """Further passes over a step, with what an earlier one has kept by position, changed in place, or gathered."""
 
-import os
-import time
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,7 +16,6 @@ run.prepare(model=model, optimizer=optimizer)
 for epoch in run.epochs(data, 3, num_workers=0):
     for step in epoch:
         print("step", step.number)
-        time.sleep(float(os.environ["PACE_S"]))
         kind = ("noise", "scaled", "gathered", "no backward", "scaled twice")[step.number % 5]
         kept, values = [], {}
         for inputs, targets in step:
