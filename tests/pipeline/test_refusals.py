@@ -1,7 +1,6 @@
 """What a pipeline does not support ends with one sentence, on each map of stages to ranks that can see it."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -141,5 +140,7 @@ def test_refused(arguments: dict[str, Any], world_sizes: tuple[int, ...], senten
     given = dict(arguments)
     env = given.pop("env", {})
     for world_size in world_sizes:
-        with pytest.raises(Error, match=rf"\A.*{re.escape(sentence)}.*\Z"):  # without a line break
+        with pytest.raises(Error) as raised:
             samestep.spawn(run_with, world_size, (), given, env=env)
+        assert sentence in str(raised.value)
+        assert "\n" not in str(raised.value)
