@@ -65,12 +65,6 @@ class StoreHandle:
         self._check_open()
         return [self.store.entries[name] for name in names]
 
-    def add(self, key: str, amount: int) -> int:
-        name = self._name("add", key)
-        number = int(self.store.entries.get(name, b"0")) + amount
-        self.store.entries[name] = str(number).encode()
-        return number
-
     def check(self, keys: Sequence[str]) -> bool:
         self._name("check", next(iter(keys), ""))
         return all(self.prefix + key in self.store.entries for key in keys)
@@ -206,8 +200,7 @@ class Distributed(ModuleType):
         self.distributed_c10d = self
         self.group = SimpleNamespace(WORLD=None)
         self._world = SimpleNamespace()  # samestep resets its `group_count`
-        errors = ("DistError", "DistNetworkError", "DistStoreError", "DistBackendError")
-        for name in (*errors, "HashStore", "default_pg_timeout"):
+        for name in ("DistError", "DistNetworkError", "DistStoreError", "HashStore", "default_pg_timeout"):
             setattr(self, name, getattr(real, name))
 
     def begin(self, process: Process, network: Network) -> None:

@@ -376,4 +376,4 @@ def _build_queue(own: Owner) -> Facade:
                 raise queue.Empty
             return self._items.popleft()
 
-    return Facade(queue, SimpleQueue=SimpleQueue, Queue=SimpleQueue)
+    return Facade(queue, SimpleQueue=SimpleQueue)
