@@ -40,7 +40,7 @@ class Bucket:
     Args:
         indices: numbers of the parameters.
         all_params: those of the plan.
-        owners: the ranks that get the sum, as numbered at the start; none: all ranks.
+        owners: the replicas that get the sum, see `Ownership`; none: all.
         dtype: of the partial sums that are exchanged.
 
     Attributes:
@@ -128,7 +128,7 @@ class ReductionPlan:
     Args:
         trained: (name, parameter) in the models' order.
         untrained: parameters that no optimizer holds. Their gradients are dropped.
-        owners: per parameter, the ranks that get its sum, as numbered at the start; None: all ranks get all sums.
+        owners: per parameter, the replicas that get its sum, see `Ownership`; None: all ranks get all sums.
         models: the models, if their parameters are sharded.
         exchange_dtype: the dtype to which gradients of float32 and their partial sums are rounded, so that they are
             exchanged in it; None: they are not.
@@ -137,7 +137,6 @@ class ReductionPlan:
         names, params: of the trained parameters.
         all: the parameters with those that no optimizer holds.
         is_divided: whether each rank gets the sums of some parameters only, or of a slice of each.
-        counted: the parameters whose gradients this rank adds to sums over all ranks, such as a checksum.
         strides: per parameter, the strides of its sum.
         buckets: in the order in which they are exchanged.
         bucket_of: per parameter, the number of its bucket.
@@ -160,9 +159,7 @@ class ReductionPlan:
         self.untrained = untrained
         self.all = [*self.params, *untrained]
         self.models = models
-        has_parts = group.ranks_per_replica > 1
-        self.is_divided = owners is not None or models is not None or has_parts
-        self.counted = [] if has_parts and group.replica else self.params
+        self.is_divided = owners is not None or models is not None or group.ranks_per_replica > 1
         self.exchange_dtype = exchange_dtype
         self.narrow: Callable[[list[Any]], list[Any]] = list  # which costs no call in Python
         if exchange_dtype is not None:
@@ -345,7 +342,7 @@ def _build_bucket_route(bucket: Bucket, layout: Layout, group: Group, control_by
     on_device = partial(torch.zeros, dtype=bucket.dtype, device=bucket.device)
     on_host = partial(torch.zeros, dtype=bucket.dtype, pin_memory=is_on_gpu)
     new = on_host if is_staged else on_device
-    owners = [group.members.index(each) for each in list_living(bucket.owners, group.members)]
+    owners = [group.replicas.index(each) for each in list_living(bucket.owners, group.replicas)]
     space = Space(new, bucket.num_elements, bucket.dtype, layout, group.replica, owners, group.peers)
     route = build_route(space, control_bytes if is_staged or not is_on_gpu else 0, group.local_sockets)
     if is_staged:

@@ -43,21 +43,25 @@ class Ownership:
     """The owners of each trained parameter: the ranks that get its gradient, update it, and hold its state.
 
     All owners of a parameter have the same bits. The first one that lives does what one of them must do. Owners are
-    numbered as at the start, because the numbers of ranks change when one dies.
+    numbered as at the start, because the numbers of ranks change when one dies. They are numbers of replicas: without a
+    pipeline, each rank is one.
 
     Args:
         copies: the number of owners of a parameter, if there are so many ranks.
 
     Attributes:
         members: the ranks from which owners were chosen last; the same on all ranks.
+        divides: whether a parameter's owners are not all ranks that hold it. Then they send it to the others.
     """
+
+    divides = True
 
     def __init__(self, group: Group, copies: int = 1) -> None:
         self._group = group
         self._copies = copies
         self._params: dict[int, nn.Parameter] = {}  # by id, which stays valid as long as the parameter is kept
         self._owners: dict[int, tuple[int, ...]] = {}
-        self.members = group.members
+        self.members = group.replicas
 
     def assign(self, params: Sequence[nn.Parameter]) -> list[tuple[int, ...]] | None:
         """Return the owners of the trained parameters. Those that have some keep them, and with them their state.
@@ -84,10 +88,14 @@ class Ownership:
         owners = self.find(param)
         return not owners or self._group.number in owners
 
+    def reports(self, param: Tensor) -> bool:
+        """Return whether this rank tells the others about the gradient and the state of a parameter."""
+        return self.holds(param)
+
     def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         """Return the trained ones of some parameters by first owner, in the order of `assign`, as on all ranks."""
         wanted = {id(param) for param in params}
-        members = self._group.members
+        members = self._group.replicas
         ranks = {owners: members.index(list_living(owners, members)[0]) for owners in {*self._owners.values()}}
         owned: list[list[Tensor]] = [[] for _ in members]
         for number, param in self._params.items():
@@ -98,7 +106,7 @@ class Ownership:
     def check(self) -> None:
         """Raise NotHealed if a parameter has lost all of its owners."""
         for owners in {*self._owners.values()}:
-            list_living(owners, self._group.members)
+            list_living(owners, self._group.replicas)
 
     def replace_dead(self, members: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return the owners of each parameter, by id, with new ones after the living ones. For `move`."""
@@ -113,21 +121,41 @@ class Ownership:
 
 
 class StageOwnership(Ownership):
-    """Each parameter of a pipeline is owned by the rank of the first replica that holds its stage.
+    """The owners of the parameters of a pipeline: of a stage, replicas own about the same number of bytes.
 
-    All ranks that hold it get its gradient and update it. Sums over ranks and snapshots have it once.
+    The ranks of the owning replica that hold a parameter update it, and send it to their peers. If nothing is divided,
+    all ranks that hold it update it.
 
     Args:
-        owners: per parameter.
+        positions: of each parameter, the position of the first rank in a replica that holds it.
     """
 
-    def __init__(self, group: Group, owners: Mapping[nn.Parameter, int]) -> None:
+    def __init__(self, group: Group, positions: Mapping[Tensor, int], *, divides: bool) -> None:
         super().__init__(group)
-        self._params = {id(param): param for param in owners}
-        self._owners = {id(param): (owner,) for param, owner in owners.items()}
+        self._positions = positions
+        self.divides = divides
 
-    def assign(self, params: Sequence[nn.Parameter]) -> None:
-        """Leave all gradients where they are."""
+    def assign(self, params: Sequence[nn.Parameter]) -> list[tuple[int, ...]] | None:
+        if not self.divides:
+            return None
+        for position in range(self._group.ranks_per_replica):
+            super().assign([param for param in params if self._positions[param] == position])
+        return [self._owners[id(param)] for param in params]
+
+    def find_first(self, param: Tensor, members: Sequence[int]) -> int:
+        """Return the rank that answers for a parameter."""
+        replica, *_ = self.find(param) or (0,)
+        return replica * self._group.ranks_per_replica + self._positions.get(param, 0)
+
+    def holds(self, param: Tensor) -> bool:
+        owners = self.find(param)
+        return not param.is_meta and (not owners or self._group.replica in owners)
+
+    def reports(self, param: Tensor) -> bool:
+        return self.find_first(param, ()) == self._group.rank
+
+    def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
+        return super().list_owned(param for param in params if not param.is_meta)
 
 
 @torch.no_grad()
@@ -135,11 +163,12 @@ def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
     """Overwrite tensors on every rank with those of their owners. On all ranks.
 
     Args:
-        owned: per rank, the tensors that it owns.
+        owned: per replica, the tensors that it owns and this rank holds.
     """
-    if group.world_size == 1:
+    if group.num_replicas == 1:
         return
-    if any(tensor.device.type != "cpu" for tensors in owned for tensor in tensors):
+    is_on_host = all(tensor.device.type == "cpu" for tensors in owned for tensor in tensors)
+    if not is_on_host and group.ranks_per_replica == 1:
         for owner, tensors in enumerate(owned):
             group.broadcast_tensors(tensors, owner)
         return
@@ -149,22 +178,22 @@ def send_owned(owned: Sequence[Sequence[Tensor]], group: Group) -> None:
 
 
 def _pass_on(chunks: Sequence[Sequence[Tensor]], group: Group) -> None:
-    """Send a chunk of each rank along the ring."""
+    """Send a chunk of each replica along the ring of this rank's peers."""
     opened = [*map(_open, chunks)]
-    for tensor, view in opened[group.rank][1]:
+    for tensor, view in opened[group.replica][1]:
         view.copy_(tensor)
-    for owner in pass_along_ring([data for data, _ in opened], group.rank, group.wait_for):
+    for owner in pass_along_ring([data for data, _ in opened], group.replica, group.wait_for, group.peers):
         for tensor, view in opened[owner][1]:
             tensor.copy_(view)
         increment_version(chunks[owner])
 
 
 def _open(chunk: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return memory for the bytes of tensors, and the tensors with their slices of it.
+    """Return host memory for the bytes of tensors, and the tensors with their slices of it.
 
-    A single tensor has the bytes in its own memory, and no slice.
+    A single tensor there has the bytes in its own memory, and no slice.
     """
-    if len(chunk) == 1 and chunk[0].is_contiguous():
+    if len(chunk) == 1 and chunk[0].is_contiguous() and chunk[0].device.type == "cpu":
         return chunk[0].detach().view(-1).view(torch.uint8), []
     data = torch.empty(sum(each.nbytes for each in chunk), dtype=torch.uint8)
     widest_first = sorted(chunk, key=lambda each: -each.element_size())  # so all are aligned
@@ -190,7 +219,7 @@ def compute_total_norm(params: Sequence[Tensor], norm_type: float, group: Group,
         whole = {i: grad for i, grad in grads.items() if not is_sharded(grad) and group.rank == 0}
         own = _exchange_shards({i: grad for i, grad in grads.items() if is_sharded(grad)}, group) | whole
     else:
-        own = {i: grad for i, grad in grads.items() if ownership.holds(params[i])}
+        own = {i: grad for i, grad in grads.items() if ownership.reports(params[i])}
     norms = dict[int, float]()
     for alike in _group(own):
         values: list[float] = torch.stack([*compute_norms([own[i] for i in alike], norm_type)]).tolist()

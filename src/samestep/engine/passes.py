@@ -4,7 +4,7 @@ With float16, losses are scaled, and a gradient that has overflowed is not used.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
@@ -109,8 +109,8 @@ class MixedPrecision:
 class TiedParameters(Protocol):
     """Parameters that are used in several parts of a model, whose gradients are summed apart."""
 
-    def split(self, trained: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-        """Return the trained parameters, with one for each part in place of such a parameter."""
+    def split(self, name: str, param: nn.Parameter) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return a trained parameter, with its name, or one for each part in its place."""
 
     def merge(self) -> None:
         """Leave the sum of the gradients of its parts in the gradient of each parameter."""
@@ -154,13 +154,17 @@ class Gradients:
 
     def set_parameters(self, trained: Sequence[tuple[str, nn.Parameter]], untrained: Sequence[nn.Parameter]) -> None:
         """Average the gradients of these parameters from now on. Arguments as for `ReductionPlan`."""
+        owners = None if self.ownership is None else self.ownership.assign([param for _, param in trained])
         if self.tied is not None:
-            trained = self.tied.split(trained)
+            parts = [self.tied.split(*each) for each in trained]
+            trained = [*chain.from_iterable(parts)]
+            if owners is not None:
+                owners = [of_one for of_one, leaves in zip(owners, parts, strict=True) for _ in leaves]
         self.plan = ReductionPlan(
             trained,
             self.group,
             untrained=untrained,
-            owners=None if self.ownership is None else self.ownership.assign([param for _, param in trained]),
+            owners=owners,
             models=self.models,
             exchange_dtype=self.exchange_dtype,
         )

@@ -20,6 +20,8 @@ from samestep.world.transport import plan_gather
 
 Messages = Iterator[Sequence[Transfer]]
 
+ALL_RANKS = range(1 << 31)
+
 # Of all ranks' parts together. Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, an all-gather is the fastest;
 # above it, exchanges of half the data, or chunks if the number of ranks is not a power of two.
 GATHER_MAX_BYTES = 4 << 20
@@ -47,7 +49,7 @@ class Space:
     layout: Layout
     rank: int
     owners: Sequence[int] = ()
-    peers: Sequence[int] = range(1 << 31)
+    peers: Sequence[int] = ALL_RANKS
 
     @property
     def gets_sum(self) -> bool:
@@ -215,12 +217,14 @@ class ToOwner(Route):
 
     def run(self, tag: int) -> Messages:
         layout, rank = self.space.layout, self.space.rank
-        first, *others = self.space.owners
+        first, *others = (self.space.peers[owner] for owner in self.space.owners)
         held = layout.parts[rank]
         if self._is_first:
             rows = self._theirs.view(layout.world_size, layout.max_parts, -1)
             receives = [
-                (rows[peer, : len(parts)], peer) for peer, parts in enumerate(layout.parts) if parts and peer != rank
+                (rows[peer, : len(parts)], self.space.peers[peer])
+                for peer, parts in enumerate(layout.parts)
+                if parts and peer != rank
             ]
             yield _exchange([], receives, tag)
             add_parts(self._theirs, layout)
@@ -229,7 +233,7 @@ class ToOwner(Route):
         else:
             if held:
                 yield _exchange([(self._whole[: len(held)], first)], [], tag)
-            if rank in others:
+            if self.space.gets_sum:
                 yield _exchange([], [(self.root, first)], tag)
 
 
@@ -333,25 +337,30 @@ def _plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple
 
 
 def pass_along_ring(
-    data: Sequence[Tensor], rank: int, wait: Callable[[Sequence[Transfer]], None] = wait_for_messages
+    data: Sequence[Tensor],
+    rank: int,
+    wait: Callable[[Sequence[Transfer]], None] = wait_for_messages,
+    peers: Sequence[int] = ALL_RANKS,
 ) -> Iterator[int]:
     """Send each rank's bytes to the next rank, and from there on to all others.
 
     Args:
         data: on the CPU, per rank: memory for its bytes, which on the rank itself holds them. It may be empty.
         wait: waits for messages.
+        peers: see `Space`.
 
     Yields:
         The other ranks, when their bytes have come.
     """
     world_size = len(data)
-    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
+    last = (rank + 1) % world_size  # whose bytes come last: it needs no others from here
+    following, previous = peers[last], peers[(rank - 1) % world_size]
     sources = [source for distance in range(1, world_size) if data[source := (rank - distance) % world_size].numel()]
     receives = _list_works(dist.irecv(data[source], previous) for source in sources)
     sends = _list_works([dist.isend(data[rank], following)] if data[rank].numel() else [])
     for source, receive in zip(sources, receives, strict=True):
         wait([receive])
-        if source != following:
+        if source != last:
             sends += _list_works([dist.isend(data[source], following)])
         yield source
     wait(sends)

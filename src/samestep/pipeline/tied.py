@@ -5,7 +5,7 @@ the micro-batches like that of any parameter, and the sums are added in the orde
 additions is the same where the stages are on one rank. All ranks with such a stage hold the weight and update it alike.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,11 +63,10 @@ class TiedWeights:
         if getattr(module, key) is not weight:
             setattr(module, key, weight)
 
-    def split(self, trained: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters with those of each stage in place of a tied weight. The same names on all ranks."""
+    def split(self, name: str, param: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
+        """Return a parameter, or those of each stage in place of a tied weight. The same names on all ranks."""
         return [
             (f"{name} in stage {stage}" if number else name, leaf)
-            for name, param in trained
             for number, (stage, leaf) in enumerate(self._leaves.get(param, {0: param}).items())
         ]
 

@@ -21,7 +21,7 @@ from weakref import WeakSet, finalize
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from samestep.engine.ownership import Ownership, send_owned
 from samestep.engine.sharded_unit import ShardedModels, ShardedUnit
@@ -77,19 +77,16 @@ class DividedState:
 
 
 class DividedOptimizers(DividedState):
-    """The prepared objects of a run whose optimizers' state is divided among the ranks.
+    """The prepared objects of a run in which each rank updates some parameters, and holds their state.
 
     Args:
-        copies: the number of ranks that hold the state of a parameter.
-
-    Attributes:
         ownership: the owners of the parameters.
     """
 
-    def __init__(self, objects: Objects, group: Group, copies: int) -> None:
+    def __init__(self, objects: Objects, group: Group, ownership: Ownership) -> None:
         super().__init__(objects, group)
-        self.ownership = Ownership(group, copies)
-        for optimizer in objects.optimizers.values():
+        self.ownership = ownership
+        for optimizer in objects.optimizers.values() if ownership.divides else ():
             optimizer.register_step_post_hook(self._send_updated)
 
     def check_optimizers(self) -> None:
@@ -108,7 +105,7 @@ class DividedOptimizers(DividedState):
         self.ownership.check()
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
-        """After an update on all ranks, copy each parameter from its first owner to the other ranks."""
+        """After an update on all ranks, copy each parameter from its first owner to the other ranks that hold it."""
         params = list_params(optimizer)
 
         def send() -> None:
@@ -176,16 +173,19 @@ class DividedOptimizers(DividedState):
         of_ranks = self._exchange_outlines()
         own = self._group.number
         members = [*of_ranks]
-        # A parameter is in the snapshot of its first owner. They are equal on all ranks.
-        params = [param for each in self._objects.optimizers.values() for param in list_params(each)]
-        stored: dict[Place | None, int] = {locate(param): self.ownership.find_first(param, members) for param in params}
+        stored: dict[Place | None, int] = {**self._find_writers(members)}
         stored |= {locate(tensor): own for tensor in list_tensors(of_ranks[own])}
 
         def is_mine(tensor: Tensor) -> bool:
             place = locate(tensor) if tensor.numel() else None  # an empty one has no memory to be known by
-            return stored.get(place, members[0]) == own
+            return not tensor.is_meta and stored.get(place, members[0]) == own
 
         return self._merge([*of_ranks.values()]), Share(is_mine, members.index(own), len(members))
+
+    def _find_writers(self, members: Sequence[int]) -> dict[Place, int]:
+        """Return which rank stores what several ranks hold, and not the first one. A parameter: its first owner."""
+        params = [param for each in self._objects.optimizers.values() for param in list_params(each)]
+        return {locate(param): self.ownership.find_first(param, members) for param in params}
 
     def select(self, saved: SavedState) -> dict[str, Any]:
         """Return the objects' states in a snapshot, without those of other ranks' parameters."""
@@ -210,19 +210,28 @@ class DividedOptimizers(DividedState):
         return {name: dict(sorted(self._objects.name_updated(name).items())) for name in self._objects.optimizers}
 
     def collect(self) -> dict[str, Any]:
-        """Return the objects' states, on rank 0 with those of the other ranks' parameters. On all ranks."""
-        of_ranks = [*self._exchange_outlines().values()]
-        if self._group.rank == 0:
-            for source in range(1, self._group.world_size):
-                of_ranks[source] = tree_map_only(
-                    Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), of_ranks[source]
-                )
-                self._group.receive(list_tensors(of_ranks[source]), source)
-        else:
-            own = of_ranks[self._group.rank]
-            self._group.send(list_tensors(own), target=0)
-            of_ranks = [own]  # this rank has no values of the others
-        return self._merge(of_ranks)
+        """Return the objects' states, whole on rank 0. On all ranks."""
+        states, share = self.outline()
+        leaves, structure = tree_flatten(states)
+        tensors = {i: each for i, each in enumerate(leaves) if isinstance(each, Tensor)}
+        lacking = {i for i, each in tensors.items() if each.is_meta}
+        mine = {i for i, each in tensors.items() if share.is_mine is not None and share.is_mine(each)}
+        (lacking, _), *others = self._group.gather((lacking, mine))
+        for source, (_, theirs) in enumerate(others, start=1):
+            sent = sorted(theirs & lacking)
+            if self._group.rank == source:
+                self._group.send([leaves[i] for i in sent], target=0)
+            elif self._group.rank == 0:
+                received = {i: torch.empty_like(tensors[i], device="cpu") for i in sent}
+                self._group.receive([*received.values()], source)
+                for i, tensor in received.items():
+                    leaves[i] = tensor
+        if self._group.rank:  # this rank has no values of the others
+            leaves = [torch.empty(0) if isinstance(each, Tensor) and each.is_meta else each for each in leaves]
+        whole = tree_unflatten(leaves, structure)
+        for name in self._objects.modules:  # whose state_dict has the versions of modules, too
+            states[name].update(whole[name])
+        return whole | {name: states[name] for name in self._objects.modules}  # type: ignore[no-any-return]
 
     def _exchange_outlines(self) -> dict[int, dict[str, dict[str, Any]]]:
         """Return the states that each rank stores: rank, as numbered at the start -> optimizer -> parameter -> state.
@@ -235,7 +244,9 @@ class DividedOptimizers(DividedState):
         for name, params in named.items():
             states = self._objects.optimizers[name].state
             own[name] = {
-                path: states[param] for path, param in params.items() if param in states and self.ownership.holds(param)
+                path: states[param]
+                for path, param in params.items()
+                if param in states and self.ownership.reports(param)
             }
         of_ranks = dict(self._group.gather((self._group.number, _outline(own))))  # ranks may have died since
         of_ranks[self._group.number] = own

@@ -74,7 +74,7 @@ class RunMetrics(StepObserver):
         location = self._context.location
         is_divided = plan.is_divided and location.path is not None
         if is_divided or location.directory or location.kept:
-            own = compute_checksum([*map(read_grad, plan.counted)], step.number, is_divided=is_divided)
+            own = compute_checksum([*map(read_grad, plan.params)], step.number, is_divided=is_divided)
             if is_divided:
                 self._last = own, step.result.checksums
             else:

@@ -174,10 +174,10 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, prepared
     shard = context.config.shard
     advice = "; shard_copies=2 would let the others continue" if shard == "optimizer" else ""
     problems = {
+        "pipeline (a rank's stages die with it)": context.group.ranks_per_replica > 1,
         f'shard="{shard}" (a rank\'s part of the state dies with it{advice})': (
             shard is not None and context.config.shard_copies == 1
         ),
-        "pipeline (a rank's stages die with it)": context.group.ranks_per_replica > 1,
         "a run directory that the nodes do not share": context.location.is_replicated,
         **{each.called: True for each in prepared.interceptors if not each.permits_healing},
     }

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from samestep.decoding import parse_json
 from samestep.engine.leaf import run_backward_alone
+from samestep.engine.ownership import Ownership
 from samestep.engine.passes import Gradients, MixedPrecision
 from samestep.errors import InvalidValue, RunDirectoryError, UsageError
 from samestep.pipeline.runner import Pipeline
@@ -256,7 +257,8 @@ def prepare_objects(
     group.agree(
         config.shared() | cuts | {"override": overrides} | outline(objects, models) | {**contents.options.in_force}
     )
-    _place_models(objects, context, interceptors, sharded_init, staged, keeps_devices=device_map is not None)
+    parted = staged if group.ranks_per_replica > 1 else None  # of which each rank has some stages
+    _place_models(objects, context, interceptors, sharded_init, parted, shard, keeps_devices=device_map is not None)
     inner = check_states(objects, are_saved=context.location.path is not None)
     point = context.location.find_resume_point(config.resume, numbers)
     saved = None if point.is_beginning else context.location.open(point)
@@ -272,10 +274,10 @@ def prepare_objects(
             code="SS606",
         )
     divided: Divided | None = None
-    if staged is not None and group.ranks_per_replica > 1:
-        divided = StagedState(objects, group, staged)
+    if parted is not None:
+        divided = StagedState(objects, group, parted, divides=shard is not None and group.num_replicas > 1)
     elif shard == "optimizer":
-        divided = DividedOptimizers(objects, group, config.shard_copies)
+        divided = DividedOptimizers(objects, group, Ownership(group, config.shard_copies))
     elif shard == "fsdp2":
         refused = {
             **{each.called: True for each in interceptors if not each.permits_fsdp2},
@@ -328,19 +330,25 @@ def _place_models(
     context: RunContext,
     interceptors: Sequence[Interceptor],
     sharded_init: ShardedInit,
-    staged: StagedModel | None,
+    parted: StagedModel | None,
+    shard: str | None,
     *,
     keeps_devices: bool,
 ) -> None:
-    """Give the models memory on their device, and the values of rank 0. On all ranks."""
+    """Give the models memory on their device, and the values of rank 0. On all ranks.
+
+    Args:
+        parted: the model of which each rank gets some stages; None: a rank gets all of each model.
+        shard: what is divided; "fsdp2" gives memory to one block after the other, later.
+    """
     group = context.group
-    if staged is not None and group.ranks_per_replica > 1:
-        divide_model(staged, group, sharded_init, objects)
+    if parted is not None:
+        divide_model(parted, group, sharded_init, objects)
         for interceptor in interceptors:
             interceptor.prepare(objects.modules)
         return
     for module in objects.modules.values():
-        if context.config.shard != "fsdp2" or group.world_size == 1:  # which gives memory to one block after the other
+        if shard != "fsdp2":
             sharded_init.fill(module)
         if not keeps_devices and not is_partial(module):
             module.to(context.device)

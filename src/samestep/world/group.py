@@ -100,6 +100,11 @@ class Group(Transport, Held):
         return range(self.world_size) if self._membership is None else self._membership.members
 
     @property
+    def replicas(self) -> Sequence[int]:
+        """The number that each replica had at the start. Those of several ranks end with one of them."""
+        return self.members if self.ranks_per_replica == 1 else range(self.num_replicas)
+
+    @property
     def number(self) -> int:
         """This rank's number at the start."""
         return self.rank if self._membership is None else self._membership.own
