@@ -173,12 +173,12 @@ class DividedOptimizers(DividedState):
         of_ranks = self._exchange_outlines()
         own = self._group.number
         members = [*of_ranks]
-        stored: dict[Place | None, int] = {**self._find_writers(members)}
-        stored |= {locate(tensor): own for tensor in list_tensors(of_ranks[own])}
+        writers = self._find_writers(members) | {locate(tensor): own for tensor in list_tensors(of_ranks[own])}
 
         def is_mine(tensor: Tensor) -> bool:
-            place = locate(tensor) if tensor.numel() else None  # an empty one has no memory to be known by
-            return not tensor.is_meta and stored.get(place, members[0]) == own
+            # An empty one has no memory to be known by.
+            writer = writers.get(locate(tensor), members[0]) if tensor.numel() else members[0]
+            return not tensor.is_meta and writer == own
 
         return self._merge([*of_ranks.values()]), Share(is_mine, members.index(own), len(members))
 
