@@ -103,6 +103,31 @@ def test_a_copy_of_the_model_is_a_plain_model() -> None:
     assert torch.equal(copy.deepcopy(model).eval()(texts), model.eval()(texts))
 
 
+def train_and_flip(run_dir: Path, rank: int, compare_every: int) -> None:
+    """Train a model whose last stage has no parameters. After step 3, a bit flips on a rank."""
+    run = samestep.Run(
+        run_dir, batch_size=4, micro_batch_size=2, pipeline=2, compare_every=compare_every, snapshot_every=5,
+        device="cpu",
+    )  # fmt: skip
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), torch.nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model=model, optimizer=optimizer, stages=["2"])
+    for step in run.steps(torch.ones(8, 1), 10):
+        step.run(lambda x: model(x).square().mean())
+        optimizer.step()
+        if (run.rank, step.number) == (rank, 2):
+            model[1].weight.detach().view(torch.int32)[0, 0] ^= 1
+
+
+@pytest.mark.parametrize(("compare_every", "found_at"), [(2, 4), (100, 5)])
+def test_a_flipped_bit_is_found(compare_every: int, found_at: int, tmp_path: Path) -> None:
+    """In the comparison of ranks with the same stages, also of that before a snapshot."""
+    with pytest.raises(samestep.Error, match=rf"rank 0 .* and rank 2 .* after step {found_at}, .* model.1.weight"):
+        samestep.spawn(
+            train_and_flip, 4, (tmp_path / "run", 2, compare_every), env={"SAMESTEP_PIPELINE_RANKS": "2"}
+        )  # fmt: skip
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -150,7 +150,7 @@ def test_a_view_of_a_parameter_is_not_compared_with_it() -> None:
 def write(copy: Copy, *, is_divided: bool = False) -> tuple[Writer, MagicMock]:
     """Write a copy. Returns the location, too, which notes what is called."""
     location = MagicMock(spec=Location, is_divided=is_divided)
-    inspection = Inspection(TrainingState({}, {}, [], [], [], pytest.fail), step=1)
+    inspection = Inspection(TrainingState({}, {}, [], [], [], None), step=1)
     return Writer(copy, location, SnapshotOrder(1), {}, inspection), location
 
 

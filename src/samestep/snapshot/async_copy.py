@@ -57,7 +57,8 @@ class TrainingState:
         checked: tensors that must be finite, with names for messages.
         stable: tensors that change only in an update, so that they can be copied during the next step.
         replicated: parameters to compare over the ranks, by name; none if no comparison is due.
-        compare: compares the checksums of these tensors over the ranks, and raises Error if they differ.
+        compare: compares the checksums of these tensors over the ranks, and raises Error if they differ. All ranks call
+            it, also one that has no parameters. None: no comparison is due.
         same: tensors that are the same on all ranks.
         share: what this rank stores, if the ranks divide the state. `contents` then has the tensors of this share.
     """
@@ -67,7 +68,7 @@ class TrainingState:
     checked: Sequence[tuple[str, Tensor]]
     stable: Sequence[Tensor]
     replicated: Sequence[tuple[str, Tensor]]
-    compare: Callable[[Mapping[str, int]], None]
+    compare: Callable[[Mapping[str, int]], None] | None
     same: Sequence[Tensor] = ()
     share: Share = WHOLE
 
@@ -299,7 +300,7 @@ class Inspection:
                 "is kept; check the learning rate, clipping and precision",
                 code="SS206",
             )
-        if self._names:
+        if self._compare is not None:
             self._compare(
                 {
                     name: self._checksums[name] & _MASK

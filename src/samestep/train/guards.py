@@ -159,7 +159,7 @@ class MisuseChecks(StepObserver):
 
 
 def name_replicated(objects: Objects) -> dict[str, nn.Parameter]:
-    """Return the tensors that must be equal on all ranks after every step: the parameters.
+    """Return the tensors that must be equal on all ranks that have them, after every step: the parameters.
 
     An optimizer's state that differs makes parameters differ in the next update. It may also have memory that is never
     read. Buffers are left out, because a script may use one as a counter of its rank. So are parameters of which this
@@ -200,11 +200,8 @@ class ReplicaChecks:
     def __init__(self, objects: Objects, context: RunContext) -> None:
         self._objects = objects
         self._group = context.group
-        # In a pipeline, ranks have other parameters: they are not compared.
-        is_whole = context.group.ranks_per_replica == 1
-        self._every = context.config.compare_every if context.world_size > 1 and is_whole else None
+        self._every = context.config.compare_every if self._group.num_replicas > 1 else None
         self._is_divided = context.config.shard is not None  # each rank has the optimizers' state of other parameters
-        self._is_whole = is_whole
         self._alike_at: int | None = None
         self._restored: Mapping[str, int] = {}
 
@@ -234,11 +231,15 @@ class ReplicaChecks:
         return read_back({name: checksum(tensor) for name, tensor in name_replicated(self._objects).items()})
 
     def _compare(self, step: int, checksums: Mapping[str, int]) -> None:
-        if len(set(self._group.gather_number(combine(checksums)))) > 1:
+        num_parts = self._group.ranks_per_replica  # each of which is compared over the replicas
+        marks = self._group.gather_number(combine(checksums))
+        if any(len({*marks[part::num_parts]}) > 1 for part in range(num_parts)):
             replies = self._group.gather((read_host(), checksums))
-            drift = find_drift([replica for _, replica in replies])
-            if drift is not None:
-                raise Error(explain_drift(drift, [host for host, _ in replies], step, self._alike_at), code="SS502")
+            names = [f"rank {rank} ({host})" for rank, (host, _) in enumerate(replies)]
+            for part in range(num_parts):
+                drift = find_drift([checked for _, checked in replies[part::num_parts]])
+                if drift is not None:
+                    raise Error(explain_drift(drift, names[part::num_parts], step, self._alike_at), code="SS502")
         self._alike_at = step
 
     def build_training_state(
@@ -250,6 +251,7 @@ class ReplicaChecks:
     ) -> TrainingState:
         """Return the content of a snapshot after `step` steps. `contents`, `notes`, `share`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
+        is_parted = self._group.ranks_per_replica > 1
         replicated = name_replicated(self._objects)
         stable = list_stable(self._objects)
         return TrainingState(
@@ -258,8 +260,8 @@ class ReplicaChecks:
             checked=list_checked(self._objects),
             stable=stable,
             replicated=[*replicated.items()] if is_due else [],
-            compare=partial(self._compare, step),
-            same=([*replicated.values()] if self._is_divided else stable) if self._is_whole else [],
+            compare=partial(self._compare, step) if is_due else None,
+            same=[] if is_parted else [*replicated.values()] if self._is_divided else stable,
             share=share,
         )
 

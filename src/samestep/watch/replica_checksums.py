@@ -56,7 +56,7 @@ class Drift:
     Attributes:
         tensor: the first tensor that differs.
         num_tensors: number of tensors that differ.
-        differing: the ranks that differ from the majority; without a majority, all ranks.
+        differing: the numbers of the replicas that differ from the majority; without a majority, of all.
         has_majority: more than half of the ranks agree on all tensors.
     """
 
@@ -79,18 +79,18 @@ def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
     return Drift(tensors[0], len(tensors), tuple(differing), has_majority)
 
 
-def explain_drift(drift: Drift, hosts: Sequence[str], step: int, equal_at: int | None) -> str:
+def explain_drift(drift: Drift, names: Sequence[str], step: int, equal_at: int | None) -> str:
     """Return the message.
 
     Args:
-        hosts: the host of each rank.
+        names: of the ranks that were compared, such as "rank 0 (node3)".
         step: number of completed steps.
         equal_at: the last step after which the ranks were equal; None: never compared.
     """
-    who = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in drift.differing)
+    who = " and ".join(names[number] for number in drift.differing)
     if drift.has_majority:
         have = "has" if len(drift.differing) == 1 else "have"
-        others = len(hosts) - len(drift.differing)
+        others = len(names) - len(drift.differing)
         what = f"{who} {have} a different model than the other {others}, which agree, after step {step}"
     else:
         what = f"{who} do not have the same model after step {step}, and no majority says which is right"
