@@ -41,12 +41,14 @@ class _Flight:
 
     Attributes:
         seed: returns the seed of a stage.
+        staged: the model that the function calls; None before it does.
         stage: the one that computes; -1 before the model is called.
         inputs: stage -> the tensors at which its graph begins.
         outputs: stage -> the tensors that cross the next cut, and get gradients.
     """
 
     seed: Callable[..., int]
+    staged: StagedModel | None = None
     stage: int = -1
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -55,14 +57,17 @@ class _Flight:
 class Pipeline:
     """Runs functions of micro-batches on the ranks of a pipeline, or on one rank.
 
+    Args:
+        models: the model, and averages of it, which are cut alike. A function calls one of them.
+
     Attributes:
         held: the stages of this rank.
         has_results: whether it gets the functions' results.
         tied: the weights that several stages use.
     """
 
-    def __init__(self, staged: StagedModel, group: Group) -> None:
-        self._staged = staged
+    def __init__(self, models: Sequence[StagedModel], group: Group) -> None:
+        self._staged = staged = models[0]
         self._num_ranks = group.ranks_per_replica
         self._position = group.rank % self._num_ranks
         self._rank = group.rank
@@ -74,19 +79,22 @@ class Pipeline:
         self._flight: _Flight | None = None  # of the function that runs
         first = group.rank - self._position
         ranks = [first + position for position in list_positions(self._num_ranks, staged.num_stages)]
-        self.tied = TiedWeights(staged, self.held, ranks, self._messages, lambda: self._flight is not None)
+        self.tied, *_ = [
+            TiedWeights(each, self.held, ranks, self._messages, lambda: self._flight is not None) for each in models
+        ]
         # What the backward pass of a stage must not reach.
         self._foreign = {
             stage: [*staged.list_params(range(self.held.start, stage)), *self.tied.weights] for stage in self.held
         }
         self._waiting: dict[int, _Flight] = {}  # for their backward passes
         self._returning: _Flight | None = None  # in its backward pass
-        staged.model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        for stage, cut in enumerate(staged.cuts.values(), start=1):
-            cut.register_forward_pre_hook(partial(self._cross, stage), with_kwargs=True)
-        for module in staged.stages:
-            if list_tensors(module) and module is not staged.model:
-                module.register_forward_pre_hook(self._check_stage)
+        for each in models:
+            each.model.register_forward_pre_hook(partial(self._enter, each), with_kwargs=True)
+            for stage, cut in enumerate(each.cuts.values(), start=1):
+                cut.register_forward_pre_hook(partial(self._cross, each, stage), with_kwargs=True)
+            for module in each.stages:
+                if list_tensors(module) and module is not each.model:
+                    module.register_forward_pre_hook(partial(self._check_stage, each))
 
     def __deepcopy__(self, memo: Any) -> "Pipeline":
         """A copy of the model has its hooks, which see that another one runs."""
@@ -171,67 +179,71 @@ class Pipeline:
                 code="SS224",
             )
         if flight.stage != self._staged.num_stages - 1:
-            missing = self._staged.name if flight.stage < 0 else self._name_cut(flight.stage + 1)
+            missing = self._staged.name
+            if flight.staged is not None:
+                missing = self._name_cut(flight.stage + 1, flight.staged)
             raise UsageError(
                 f"the function of step.run did not call {missing} in a micro-batch: with pipeline, it calls the whole "
                 "model once",
                 code="SS224",
             )
 
-    def _name_cut(self, stage: int) -> str:
-        return f"{self._staged.name}.{[*self._staged.cuts][stage - 1]}"
+    def _name_cut(self, stage: int, staged: StagedModel | None = None) -> str:
+        staged = staged or self._staged
+        return f"{staged.name}.{[*staged.cuts][stage - 1]}"
 
     # --- forward ----------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The model is called: without values, unless the first stage is here."""
-        flight = self._find_flight()
+    def _enter(self, staged: StagedModel, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A model is called: without values, unless the first stage is here."""
+        flight = self._find_flight(staged)
         if flight is None:
             return None
-        if flight.stage >= 0:
+        if flight.staged is not None:
             raise UsageError(
-                f"the function of step.run calls {self._staged.name} twice in a micro-batch: with pipeline, call it "
-                "once",
+                f"the function of step.run or run.evaluate calls {staged.name} after {flight.staged.name} in a "
+                "micro-batch: with pipeline, call one model once",
                 code="SS224",
             )
+        flight.staged = staged
         flight.stage = 0
         if not self.held.start:
             return None
         self._outlining.enter_context(self._outlines)
         return tree_map_only(Tensor, _outline, (args, kwargs))
 
-    def _find_flight(self) -> _Flight | None:
-        """Return the micro-batch that the model computes. One rank can also use it elsewhere."""
+    def _find_flight(self, staged: StagedModel) -> _Flight | None:
+        """Return the micro-batch that a model computes. One rank can also use it elsewhere."""
         if self._flight is None and self._num_ranks > 1:
             raise UsageError(
-                f"{self._staged.name} ran outside of step.run and run.evaluate (or again, in an activation checkpoint "
+                f"{staged.name} ran outside of step.run and run.evaluate (or again, in an activation checkpoint "
                 "around a cut), and this rank has some of its stages only: call it in their functions",
                 code="SS224",
             )
         return self._flight
 
-    def _check_stage(self, module: nn.Module, args: Any) -> None:
+    def _check_stage(self, staged: StagedModel, module: nn.Module, args: Any) -> None:
         flight = self._flight
         if flight is None:
             return
-        stage = self._staged.stages[module]
+        stage = staged.stages[module]
         if flight.stage != stage:
             raise UsageError(
-                f"{self._staged.paths[module]} is in stage {stage}, by the order in which {self._staged.name} has "
+                f"{staged.paths[module]} is in stage {stage}, by the order in which {staged.name} has "
                 f"registered its modules, and its forward calls it in stage {flight.stage}: register modules in the "
                 "order in which forward calls them, and call each in one stage",
                 code="SS224",
             )
 
-    def _cross(self, stage: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _cross(self, staged: StagedModel, stage: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module at a cut is called: the stage begins here, or this rank's part ends."""
-        flight = self._find_flight()
+        flight = self._find_flight(staged)
         if flight is None:
             return None
         if flight.stage != stage - 1:
             raise UsageError(
-                f"{self._name_cut(stage)} begins stage {stage}, and was called in stage {flight.stage}: forward must "
-                "call the modules in stages of run.prepare in this order, each once",
+                f"{self._name_cut(stage, staged)} begins stage {stage}, and was called in stage {flight.stage}: call "
+                "the modules in stages of run.prepare in this order in forward, each once",
                 code="SS224",
             )
         leaves, structure = tree_flatten((args, kwargs))

@@ -17,8 +17,9 @@ class StagedModel:
     calls them so.
 
     Args:
-        name: the model's name in `run.prepare`.
+        name: its name in `run.prepare`.
         cuts: paths of modules.
+        within: the path of the model in what `run.prepare` got, such as an `AveragedModel`.
 
     Attributes:
         cuts: the modules at which it is cut, by path.
@@ -30,7 +31,7 @@ class StagedModel:
         InvalidValue: a module is not there, in another order, or shares a buffer with another stage.
     """
 
-    def __init__(self, name: str, model: nn.Module, cuts: Sequence[str], num_stages: int) -> None:
+    def __init__(self, name: str, model: nn.Module, cuts: Sequence[str], num_stages: int, within: str = "") -> None:
         self.name = name
         self.model = model
         self.num_stages = num_stages
@@ -49,7 +50,7 @@ class StagedModel:
             )
         self.cuts = {path: named[path] for path in cuts}
         self.stages: dict[nn.Module, int] = {}
-        self.paths = {module: f"{name}.{path}".rstrip(".") for path, module in named.items()}
+        self.paths = {module: ".".join(filter(None, (name, within, path))) for path, module in named.items()}
         number = 0
         for path, module in named.items():
             if path in cuts[number : number + 1]:
@@ -62,6 +63,9 @@ class StagedModel:
                 code="SS613",
             )
         self.tied = self._find_tied()
+
+    def __deepcopy__(self, memo: Any) -> "StagedModel":
+        return self  # a copy of the model has its hooks
 
     def _find_tied(self) -> dict[nn.Parameter, dict[int, list[tuple[nn.Module, str]]]]:
         found: dict[Any, dict[int, list[tuple[nn.Module, str]]]] = {}

@@ -42,7 +42,7 @@ from samestep.train.objects import (
     save_module,
 )
 from samestep.train.sharded_init import ShardedInit, is_partial
-from samestep.train.staged_state import StagedState, cut_model, divide_model
+from samestep.train.staged_state import StagedState, cut_models, divide_models
 from samestep.train.step import PassRunner, Step, StepObserver
 from samestep.world.environment import advise
 
@@ -247,8 +247,8 @@ def prepare_objects(
     group = context.group
     shard = config.shard if context.world_size > 1 else None
     models = describe_models(objects)
-    staged = cut_model(objects, context, stages, keeps_devices=device_map is not None)
-    cuts = {} if staged is None else {"stages": [*staged.cuts]}
+    staged = cut_models(objects, context, stages, keeps_devices=device_map is not None)
+    cuts = {"stages": [*staged[0].cuts]} if staged else {}
     numbers = config.identity() | {"models": models} | cuts
     overrides = override or config.override
     contents = SnapshotContents(objects, context.precision, context.say)
@@ -257,7 +257,7 @@ def prepare_objects(
     group.agree(
         config.shared() | cuts | {"override": overrides} | outline(objects, models) | {**contents.options.in_force}
     )
-    parted = staged if group.ranks_per_replica > 1 else None  # of which each rank has some stages
+    parted = staged if group.ranks_per_replica > 1 else []  # of which each rank has some stages
     _place_models(objects, context, interceptors, sharded_init, parted, shard, keeps_devices=device_map is not None)
     inner = check_states(objects, are_saved=context.location.path is not None)
     point = context.location.find_resume_point(config.resume, numbers)
@@ -266,7 +266,7 @@ def prepare_objects(
         contents.fit(saved.contents)
     if shard is not None:
         refuse_shared_memory(objects)
-    if (shard is not None or staged is not None) and inner:
+    if (shard is not None or staged) and inner:
         what = "pipeline" if shard is None else f'shard="{shard}"'
         raise InvalidValue(
             f"{what} cannot divide an optimizer inside another object of run.prepare: pass the optimizer itself, or "
@@ -274,7 +274,7 @@ def prepare_objects(
             code="SS606",
         )
     divided: Divided | None = None
-    if parted is not None:
+    if parted:
         divided = StagedState(objects, group, parted, divides=shard is not None and group.num_replicas > 1)
     elif shard == "optimizer":
         divided = DividedOptimizers(objects, group, Ownership(group, config.shard_copies))
@@ -294,7 +294,7 @@ def prepare_objects(
         context.state.load_state_dict(read["position"], read["state"], meta, is_latest=config.resume == "latest")
     if divided is not None:  # the optimizers' settings are those of the run now
         divided.check_optimizers()
-    runner = None if staged is None else Pipeline(staged, group)
+    runner = Pipeline(staged, group) if staged else None
     gradients = Gradients(
         objects.modules,
         group,
@@ -330,7 +330,7 @@ def _place_models(
     context: RunContext,
     interceptors: Sequence[Interceptor],
     sharded_init: ShardedInit,
-    parted: StagedModel | None,
+    parted: Sequence[StagedModel],
     shard: str | None,
     *,
     keeps_devices: bool,
@@ -338,12 +338,12 @@ def _place_models(
     """Give the models memory on their device, and the values of rank 0. On all ranks.
 
     Args:
-        parted: the model of which each rank gets some stages; None: a rank gets all of each model.
+        parted: the models of which each rank gets some stages; none: a rank gets all of each model.
         shard: what is divided; "fsdp2" gives memory to one block after the other, later.
     """
     group = context.group
-    if parted is not None:
-        divide_model(parted, group, sharded_init, objects)
+    if parted:
+        divide_models(parted, group, sharded_init, objects)
         for interceptor in interceptors:
             interceptor.prepare(objects.modules)
         return

@@ -5,6 +5,7 @@ from copy import copy
 from typing import Any
 
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.ownership import StageOwnership
 from samestep.errors import InvalidValue
@@ -19,10 +20,10 @@ from samestep.train.sharded_init import ShardedInit
 from samestep.world.group import Group
 
 
-def cut_model(
+def cut_models(
     objects: Objects, context: RunContext, stages: Sequence[str] | None, *, keeps_devices: bool
-) -> StagedModel | None:
-    """Return the model of a run with a pipeline, cut into stages; None without a pipeline.
+) -> list[StagedModel]:
+    """Return the model of a run with a pipeline, and averages of it, cut into stages; none without a pipeline.
 
     Args:
         stages: as for `Run.prepare`.
@@ -39,7 +40,7 @@ def cut_model(
                 "stages, or leave stages out",
                 code="SS104",
             )
-        return None
+        return []
     refused = {
         'shard="fsdp2"': config.shard == "fsdp2",
         f"shard_copies={config.shard_copies}": config.shard is not None and config.shard_copies > 1,
@@ -48,27 +49,41 @@ def cut_model(
     }
     if name := next((each for each, is_there in refused.items() if is_there), ""):
         raise InvalidValue(f"{name} is not available with pipeline: leave one of them out", code="SS614")
-    if len(objects.modules) != 1:
+    averages = {name: each for name, each in objects.modules.items() if isinstance(each, AveragedModel)}
+    models = {name: each for name, each in objects.modules.items() if name not in averages}
+    if len(models) != 1:
         raise InvalidValue(
-            f"run.prepare got {len(objects.modules)} models ({', '.join(objects.modules)}), and a pipeline cuts one: "
-            "pass one model",
+            f"run.prepare got {len(models)} models ({', '.join(models)}), and a pipeline cuts one: pass one model, and "
+            "averages of it as AveragedModel",
             code="SS613",
         )
     refuse_shared_memory(objects)
-    ((name, model),) = objects.modules.items()
-    if objects.by_name[name] is not model:
+    if compiled := next((name for name, each in objects.modules.items() if objects.by_name[name] is not each), ""):
         raise InvalidValue(
-            f"{name} is compiled as a whole, so that it cannot be cut: compile the modules inside of its stages",
+            f"{compiled} is compiled as a whole, so that it cannot be cut: compile the modules inside of its stages",
             code="SS613",
         )
-    return StagedModel(name, model, [*(stages or ())], config.pipeline)
+    cuts = [*(stages or ())]
+    ((name, model),) = models.items()
+    return [StagedModel(name, model, cuts, config.pipeline)] + [
+        StagedModel(name, each.module, cuts, config.pipeline, within="module") for name, each in averages.items()
+    ]
 
 
-def divide_model(staged: StagedModel, group: Group, init: ShardedInit, objects: Objects) -> None:
-    """Leave each rank its stages of a model, with the values of rank 0. On all ranks.
+def divide_models(models: Sequence[StagedModel], group: Group, init: ShardedInit, objects: Objects) -> None:
+    """Leave each rank its stages of models, with the values of rank 0. On all ranks.
 
     A model that was built in `run.sharded_init` gets no other memory.
     """
+    for staged in models:
+        _divide_model(staged, group, init, objects)
+    for module in objects.modules.values():  # an average counts its updates on all ranks
+        if isinstance(module, AveragedModel):
+            move(module, group.device)
+            group.broadcast_tensors([tensor for _, tensor in list_tensors(module)])
+
+
+def _divide_model(staged: StagedModel, group: Group, init: ShardedInit, objects: Objects) -> None:
     held = find_held(group.rank % group.ranks_per_replica, group.ranks_per_replica, staged.num_stages)
     tensors = [tensor for module in staged.stages for _, tensor in list_tensors(module)]
     group.broadcast_tensors([each for each in tensors if not each.is_meta])
@@ -91,7 +106,7 @@ def divide_model(staged: StagedModel, group: Group, init: ShardedInit, objects: 
 
 
 class StagedState(DividedOptimizers):
-    """The prepared objects of a run in which each rank has some stages of the model.
+    """The prepared objects of a run in which each rank has some stages of the model, and of averages of it.
 
     A snapshot has each tensor once, by its name: so any number of ranks resumes it.
 
@@ -99,42 +114,50 @@ class StagedState(DividedOptimizers):
         divides: whether the ranks with the same stages divide the state of the optimizers.
     """
 
-    def __init__(self, objects: Objects, group: Group, staged: StagedModel, *, divides: bool) -> None:
-        self._positions = list_positions(group.ranks_per_replica, staged.num_stages)  # of each stage
-        self._staged = staged
+    def __init__(self, objects: Objects, group: Group, models: Sequence[StagedModel], *, divides: bool) -> None:
+        self._positions = list_positions(group.ranks_per_replica, models[0].num_stages)  # of each stage
+        self._models = models
         positions: dict[Tensor, int] = {}
-        for module, stage in staged.stages.items():
-            for param in module.parameters(recurse=False):
-                positions.setdefault(param, self._positions[stage])  # of a tied one, the first stage
+        for tensor, position in self._list_tensors():
+            positions.setdefault(tensor, position)  # of a tied one, the first stage
         super().__init__(objects, group, StageOwnership(group, positions, divides=divides))
 
     def check_optimizers(self) -> None:
         """Raise InvalidValue if an optimizer needs the gradients of all stages at once."""
         self._refuse_lbfgs("stages", "use another optimizer, or start with --pipeline-ranks 1")
 
+    def _list_tensors(self) -> list[tuple[Tensor, int]]:
+        """Return the parameters and buffers, with the position of a rank in a replica that holds them."""
+        return [
+            (tensor, self._positions[stage])
+            for staged in self._models
+            for module, stage in staged.stages.items()
+            for _, tensor in list_tensors(module)
+        ]
+
     def _find_writers(self, members: Sequence[int]) -> dict[Place, int]:
         writers: dict[Place, int] = {}
-        for module, stage in self._staged.stages.items():
-            for _, tensor in list_tensors(module):
-                if tensor.numel() and not tensor.is_meta:
-                    writers.setdefault(locate(tensor), self._positions[stage])
+        for tensor, position in self._list_tensors():
+            if tensor.numel() and not tensor.is_meta:
+                writers.setdefault(locate(tensor), position)
         return writers | super()._find_writers(members)
 
     def _merge(self, of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
         states = super()._merge(of_ranks)
-        of_model = states[self._staged.name]
-        for names in self._staged.list_shared():  # one tensor, also where it is on the meta device
-            saved = [name for name in map(strip_compiled, names) if name in of_model]
-            for name in saved[1:]:
-                of_model[name] = of_model[saved[0]]
+        for staged in self._models:
+            of_model = states[staged.name]
+            for names in staged.list_shared():  # one tensor, also where it is on the meta device
+                saved = [name for name in map(strip_compiled, names) if name in of_model]
+                for name in saved[1:]:
+                    of_model[name] = of_model[saved[0]]
         return states
 
     def select(self, saved: SavedState) -> dict[str, Any]:
         """Return the objects' states in a snapshot, without those of other ranks' stages."""
         objects = super().select(saved)
-        name = self._staged.name
-        now = save_module(self._staged.model)
-        objects[name] = copy(objects[name])  # with the versions of the modules
-        for key, value in objects[name].items():
-            objects[name][key] = shard_as(now.get(key), value)
+        for name, module in self._objects.modules.items():
+            now = save_module(module)
+            objects[name] = copy(objects[name])  # with the versions of the modules
+            for key, value in objects[name].items():
+                objects[name][key] = shard_as(now.get(key), value)
         return objects
