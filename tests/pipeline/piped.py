@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import samestep
@@ -164,6 +166,7 @@ def train(
     clips: bool = False,
     is_weighted: bool = False,
     in_sharded_init: bool = False,
+    averages: bool = False,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     **options: Any,
 ) -> dict[str, Any]:
@@ -171,9 +174,11 @@ def train(
     build, shape, stages = CASES[kind]
     run = open_run(run_dir, **options)
     model = build_in(run, build, in_sharded_init=in_sharded_init)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    average = {"ema": ema} if averages else {}
     updates = optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(updates, 2, 0.9)
-    run.prepare(model=model, optimizer=updates, schedule=schedule, stages=stages)
+    run.prepare(model=model, optimizer=updates, schedule=schedule, stages=stages, **average)
     data = build_data(shape)
 
     def compute_loss(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -184,8 +189,8 @@ def train(
         step.log(accuracy=(out.argmax(-1) == y).float().mean(), drawn=torch.rand(()))
         return loss
 
-    def score(batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
-        out = model(batch[0])
+    def score(scored: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        out = scored(batch[0])
         return {"sum": out.double().sum(), "firsts": out.flatten(1)[:, 0].tolist()}
 
     seen: list[Any] = []
@@ -195,8 +200,11 @@ def train(
             norm = run.clip_grad_norm_(model.parameters(), 0.5).item().hex() if clips else ""
             updates.step()
             schedule.step()
+            if averages:
+                ema.update_parameters(model)
             seen.append((step.number, step.loss.item().hex(), sorted(step.metrics.items()), norm))
-        seen.append(sorted(run.evaluate(score, data).items()))
+        for scored in (model, *average.values()):
+            seen.append(sorted(run.evaluate(partial(score, scored), data).items()))
     states = run._prepared.collect_states()
     return {"seen": seen, "state": digest(states) if run.rank == 0 else ""}
 

@@ -12,8 +12,11 @@ from pipeline.piped import CASES, Mlp, TiedGpt, build_in, open_run, train_on
 from support.runs import read_bits
 from support.tiny import Pairs, Tiny
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import samestep
+from samestep.engine.ownership import StageOwnership
+from samestep.world.group import Group
 
 MAPS = [(1, 2), (2, 1), (1, 4), (2, 2), (3, 2), (1, 3), (4, 1)]  # pipelines, ranks of each
 QUICK = {
@@ -39,6 +42,8 @@ def test_same_bits(kind: str, ranks: tuple[int, int]) -> None:
     {"is_weighted": True},
     {"in_sharded_init": True, "kind": "tied"},
     {"optimizer": functools.partial(torch.optim.Adagrad, lr=0.01)},
+    {"averages": True, "kind": "tied", "in_sharded_init": True},
+    {"averages": True, "kind": "resnet", "shard": "optimizer"},
     {"precision": "bf16"},
     pytest.param({"precision": "fp16"}, marks=pytest.mark.soak),
     pytest.param({"exchange_dtype": "bf16"}, marks=pytest.mark.soak),
@@ -50,15 +55,28 @@ def test_same_bits_with(options: dict[str, Any]) -> None:
     assert train_on(2, 2, **given) == expected
 
 
-@pytest.mark.parametrize(("kind", "maps"), [
-    ("resnet", [(1, 4), (2, 1), (2, 2)]),
-    ("tied", [(1, 1), (3, 2), (1, 4)]),
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2), pytest.param((3, 2), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("options", [
+    {"kind": "tied", "clips": True},
+    {"kind": "resnet", "optimizer": functools.partial(torch.optim.Adagrad, lr=0.01)},
+    pytest.param({"kind": "mlp", "is_weighted": True}, marks=pytest.mark.soak),
+    pytest.param({"kind": "gpt", "precision": "fp16"}, marks=pytest.mark.soak),
+], ids=str)  # fmt: skip
+def test_same_bits_with_divided_state(options: dict[str, Any], ranks: tuple[int, int]) -> None:
+    assert train_on(*ranks, **options, shard="optimizer") == train_on(1, 1, **options)
+
+
+@pytest.mark.parametrize(("kind", "starts"), [
+    ("resnet", [(1, 4, None), (2, 1, "optimizer"), (2, 2, None)]),
+    ("resnet", [(2, 2, "optimizer"), (1, 2, "optimizer"), (3, 2, "optimizer")]),
+    ("tied", [(1, 1, None), (3, 2, "optimizer"), (1, 4, None)]),
 ])  # fmt: skip
-def test_resumed_on_other_ranks(kind: str, maps: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_resumed_on_other_ranks(kind: str, starts: list[tuple[int, int, str | None]], tmp_path: Path) -> None:
     """A run that is stopped in each epoch, with other ranks each time, has the bits of one that was not stopped."""
-    for (num_replicas, num_ranks), max_steps in zip(maps, (2, 5, None), strict=True):
-        found = train_on(num_replicas, num_ranks, kind, tmp_path / "parts", max_steps=max_steps)
-    assert found["state"] == train_on(1, 2, kind, tmp_path / "whole")["state"]
+    for (num_replicas, num_ranks, shard), max_steps in zip(starts, (2, 5, None), strict=True):
+        options = {"shard": shard, "max_steps": max_steps, "averages": True}
+        found = train_on(num_replicas, num_ranks, kind, tmp_path / "parts", **options)
+    assert found["state"] == train_on(1, 2, kind, tmp_path / "whole", averages=True)["state"]
     assert read_bits(tmp_path / "parts") == read_bits(tmp_path / "whole")
 
 
@@ -105,10 +123,7 @@ def test_a_copy_of_the_model_is_a_plain_model() -> None:
 
 def train_and_flip(run_dir: Path, rank: int, compare_every: int) -> None:
     """Train a model whose last stage has no parameters. After step 3, a bit flips on a rank."""
-    run = samestep.Run(
-        run_dir, batch_size=4, micro_batch_size=2, pipeline=2, compare_every=compare_every, snapshot_every=5,
-        device="cpu",
-    )  # fmt: skip
+    run = open_run(run_dir, batch_size=4, pipeline=2, compare_every=compare_every, snapshot_every=5)
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), torch.nn.Tanh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.prepare(model=model, optimizer=optimizer, stages=["2"])
@@ -136,12 +151,16 @@ def count_bytes(model: nn.Module) -> int:
     return sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if not each.is_meta)
 
 
-def measure(in_sharded_init: bool) -> list[tuple[int, int, int]]:
+def measure(in_sharded_init: bool, shard: str | None = None) -> list[tuple[int, int, int]]:
     """Return per rank: the bytes of the parameters and buffers, of the optimizer's state, and of gradients."""
-    run = open_run(batch_size=4)
+    run = open_run(batch_size=4, shard=shard)
     model = build_in(run, Mlp, in_sharded_init=in_sharded_init)
+    average = AveragedModel(model)
+    average.n_averaged += run.rank
     optimizer = torch.optim.Adam(model.parameters())
-    run.prepare(model=model, optimizer=optimizer, stages=CASES["mlp"][2])
+    run.prepare(model=model, average=average, optimizer=optimizer, stages=CASES["mlp"][2])
+    assert average.n_averaged == 0  # as on rank 0
+    assert count_bytes(average.module) == count_bytes(model)
     for step in run.steps(torch.ones(4, 8), 1):
         step.run(lambda x: model(x).square().mean())
         optimizer.step()
@@ -161,3 +180,22 @@ def test_a_rank_holds_its_stages_only(in_sharded_init: bool) -> None:
     for own, states, grads in found:
         assert 0 < grads <= own
         assert states <= 2 * own + 100  # with the number of updates of each
+
+
+def test_ranks_with_the_same_stages_divide_their_state() -> None:
+    alike = samestep.spawn(measure, 2, (False,))
+    divided = samestep.spawn(measure, 4, (False, "optimizer"), env={"SAMESTEP_PIPELINE_RANKS": "2"})
+    for (own, states, grads), *peers in zip(alike, divided[:2], divided[2:], strict=True):
+        assert [each for each, _, _ in peers] == [own, own]
+        for whole, parts in zip((states, grads), [*zip(*peers, strict=True)][1:], strict=True):
+            assert sum(parts) == whole
+            assert max(parts) < 0.6 * whole
+
+
+def test_each_stage_is_divided_evenly() -> None:
+    """Four ranks, of which two hold the first two parameters, and two the others."""
+    group = Group(0, 4, torch.device("cpu"))
+    group.divide(2)
+    params = [nn.Parameter(torch.empty(size)) for size in (40, 10, 30, 20)]
+    ownership = StageOwnership(group, dict(zip(params, (0, 0, 1, 1), strict=True)), divides=True)
+    assert ownership.assign(params) == [(0,), (1,), (0,), (1,)]

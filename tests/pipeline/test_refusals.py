@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import samestep
 from samestep.errors import Error
@@ -93,6 +94,11 @@ def keep_loss(m: Any, x: Tensor) -> Tensor:
     return m.c(m.b(y))  # type: ignore[no-any-return]
 
 
+def keep_average(model: Any) -> dict[str, Any]:
+    average = vars(model)["average"] = AveragedModel(model)  # no part of the model
+    return {"average": average}
+
+
 ALL, ONE, SEVERAL = (1, 3), (1,), (3,)  # numbers of ranks
 
 
@@ -101,11 +107,15 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], str]] = [
     ({"stages": ["b", "d"]}, ALL, "names 'd', which is no module of model"),
     ({"stages": ["c", "b"]}, ALL, "names 'b' after a module that follows it"),
     ({"pipeline": None}, ONE, "got stages, and the run has no pipeline"),
-    ({"shard": "optimizer"}, ALL, 'shard="optimizer" is not available with pipeline'),
+    ({"shard": "optimizer", "shard_copies": 2}, ALL, "shard_copies=2 is not available with pipeline"),
     ({"shard": "fsdp2"}, ALL, 'shard="fsdp2" is not available with pipeline'),
     ({"check_compute_every": 2}, ALL, "check_compute_every is not available with pipeline"),
     ({"objects": lambda model: {"device_map": "keep"}}, ALL, 'device_map="keep" is not available with pipeline'),
-    ({"objects": lambda model: {"average": torch.optim.swa_utils.AveragedModel(model)}}, ALL, "a pipeline cuts one"),
+    ({"objects": lambda model: {"other": nn.Linear(1, 1)}}, ALL, "got 2 models (model, other), and a pipe"),
+    ({"objects": lambda model: {"average": AveragedModel(model.a)}}, ALL, "names 'b', which is no module of average"),
+    ({"objects": keep_average, "body": lambda model, x: square(model, x) + model.average(x).mean()}, ALL,
+     "calls average after model"),
+    ({"objects": keep_average, "body": lambda model, x: model.average(x).mean()}, ALL, "no trained parameter"),
     ({"change": lambda model: torch.compile(model, backend="eager")}, ALL, "compiled as a whole"),
     ({"body": lambda model, x: model(x).sum() * torch.nan}, SEVERAL, "nan in micro-batch 0 (rank 2)"),
     ({"change": share_buffer}, ALL, "model.a.table and model.c.table are one buffer"),
@@ -114,7 +124,7 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], str]] = [
     ({"loop": lambda step, _: [*step]}, ALL, "for batch in step in step 0 of a run with pipeline"),
     ({"loop": lambda step, compute_loss: step.run(lambda x: step.backward(compute_loss(x)))}, ALL,
      "step.backward in step 0 of a run with"),
-    ({"body": lambda model, x: model(model(x)).mean()}, ONE, "calls model twice"),
+    ({"body": lambda model, x: model(model(x)).mean()}, ONE, "calls model after model"),
     ({"body": lambda model, x: model.a(x).mean()}, ALL, "model.a is in stage 0"),
     ({"body": lambda model, x: x.mean()}, ALL, "did not call model in a micro-batch"),
     ({"body": catch}, SEVERAL, "has caught a BaseException"),
