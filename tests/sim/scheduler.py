@@ -142,9 +142,7 @@ class Task:
         self.turn.acquire()
 
     def can_run(self, now_s: float) -> bool:
-        """Whether it can continue at this time, in a process that is alive."""
-        if self.process.frozen_until_s > now_s:
-            return False
+        """Whether it can continue at this time, in a process that is alive and not frozen."""
         if self.process.signals and self.is_main:
             return True
         return self.condition is None or self.deadline_s <= now_s or bool(self.condition())
@@ -275,17 +273,22 @@ class Scheduler:
             for task in self.tasks:
                 if task.process.is_dead:
                     return task
-            if any(task.process.frozen_until_s > self.now_s for task in self.tasks):
-                self._moved_s = self.now_s
-            ready = [task for task in self.tasks if task.can_run(self.now_s)]
-            wake_s = min((max(each.deadline_s, each.process.frozen_until_s) for each in self.tasks), default=FOREVER)
-            thaws_s = [each.process.frozen_until_s for each in self.tasks if each.process.frozen_until_s > self.now_s]
+            ready = []
+            next_s = FOREVER  # when another task can run
+            for task in self.tasks:
+                if task.process.frozen_until_s > self.now_s:
+                    self._moved_s = self.now_s
+                    next_s = min(next_s, task.process.frozen_until_s)
+                elif task.can_run(self.now_s):
+                    ready.append(task)
+                else:
+                    next_s = min(next_s, task.deadline_s)
             is_stuck = self.now_s - self._moved_s > STALL_S or self.num_points > MAX_POINTS
-            if is_stuck or (not ready and min([wake_s, *thaws_s]) > LIMIT_S):
+            if is_stuck or (not ready and next_s > LIMIT_S):
                 raise Hang("; ".join(f"{task.name} at {task.label}" for task in self.tasks if task.is_main))
             if ready:
                 return ready[0] if len(ready) == 1 else self.random.choice(ready)
-            self.now_s = max(self.now_s, min([wake_s, *thaws_s]))
+            self.now_s = max(self.now_s, next_s)
 
     def _give_way(self, task: Task) -> None:
         chosen = self._choose()
