@@ -33,9 +33,11 @@ def main() -> int:
         count += 1
     cpu_s = time.process_time() - began_cpu_s
     print(
-        f"{count} scenarios, {num_failed} failed; ranks healed in {laboratory.num_healed}; {cpu_s:.1f} s of CPU: "
-        f"{60 * count / cpu_s:.0f} per minute of one core"
+        f"{count} scenarios, {num_failed} failed; {cpu_s:.1f} s of CPU: {60 * count / cpu_s:.0f} per minute of one core"
     )
+    print(f"{laboratory.num_deaths} deaths in {laboratory.endings.total()} launches with --heal:")
+    for how, number in laboratory.endings.most_common():
+        print(f"  {number:5d}  {how}")
     return 1 if num_failed else 0
 
 

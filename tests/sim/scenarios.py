@@ -10,6 +10,7 @@ is the round's 1234th point. Without a rank, a fault strikes the rank that is at
 import random
 import re
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 SCRIPTS = ("mlp", "batchnorm", "gan", "phases", "passes", "stream")
 KINDS = ("kill", "kill_all", "power", "flip", "freeze", "stop", "full")
@@ -19,6 +20,7 @@ LABELS = (
 )  # fmt: skip
 STEPS_PER_EPOCH = 5  # of all scripts
 HEALING = {"heal": 150, "twins": 1500}  # focus -> the points from one death to the next, at most
+NUM_DEATHS = {"heal": (1, 2), "twins": (1, 2, 2, 3)}
 NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
 _FAULT = re.compile(r"(\w+)@([\w.]+)(?:#(\d+))?(?:/(\d+))?(?:\+([\d.]+))?")
 
@@ -138,6 +140,8 @@ def plan(seed: int, focus: str = "") -> Scenario:
     shard = {"heal": "none", "twins": "optimizer"}.get(focus) or choose.choice(("none", "none", "none", "optimizer"))
     owners = 2 if focus == "twins" else random.Random(f"owners {seed}").choice((1, 2))  # no draw of `choose`
     epochs = 2 if focus else choose.choice((1, 2, 2))
+    if focus == "twins":
+        epochs = choose.choice((1, 1, 2))
     num_rounds = 1 if focus else choose.choice((1, 1, 2, 2, 3))
     rounds = [_plan_round(choose, epochs, focus) for _ in range(num_rounds)]
     scenario = Scenario(
@@ -149,7 +153,7 @@ def plan(seed: int, focus: str = "") -> Scenario:
         steps=STEPS_PER_EPOCH * epochs,
         routes=choose.choice(("gather", "gather", "chunks")),
         copies="background" if focus == "background" else choose.choice(("at_once", "background")),
-        rounds=(*rounds, Round(choose.choice((1, 2, 3)))),
+        rounds=(*rounds, Round(choose.choice((1, 1, 2) if focus == "twins" else (1, 2, 3)))),
     )
     steps = scenario.steps - choose.choice((0, 0, 0, 1, 3))
     return replace(scenario, steps=steps, pace=choose.choices((0, 1, 60), (45, 4, 1))[0])
@@ -163,10 +167,13 @@ def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
     if focus:
         heals = False
         kinds = ("kill_all", "power") if focus == "background" else (kind,)
-    if focus in HEALING:  # after all have begun; perhaps one more while the others heal, or have healed
-        at = choose.randrange(110 * num_ranks, NUM_POINTS[num_ranks])
-        counts = (at, at + choose.randrange(1, HEALING[focus]))[: choose.choice((1, 2))]
-        return Round(num_ranks, True, 0, tuple(Fault("kill", "", each) for each in counts))
+    if focus in HEALING:  # after all have begun; perhaps more while the others heal, or have healed
+        first, last = 110 * num_ranks, NUM_POINTS[num_ranks]
+        if focus == "twins":  # there, a start has more points, and a step grows with the square of the ranks
+            first, last = 200 * num_ranks, (50 + 150 * epochs) * num_ranks**2
+        ranges = [(first, last), *[(1, HEALING[focus])] * (max(NUM_DEATHS[focus]) - 1)]
+        points = [*accumulate(choose.randrange(*each) for each in ranges)][: choose.choice(NUM_DEATHS[focus])]
+        return Round(num_ranks, True, 0, tuple(Fault("kill", "", each) for each in points))
     faults = [
         _plan_fault(choose, choose.choice(kinds), num_ranks, epochs, label) for _ in range(choose.choice((1, 1, 2)))
     ]

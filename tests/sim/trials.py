@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -26,6 +27,7 @@ MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what 
 DAMAGE = ("cannot be used", "is shorter than", "was changed during")
 MISTAKE = 2  # exit code
 UNHEALED = ("have not formed a new group", "the ledger lacks")  # with --heal, once all ranks have begun a step
+REASON = re.compile(r"do not continue, because (.*?)(: |$)")
 TWINS = "had 2 copies"  # of the state, which died with two ranks
 MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be the next one
 STOPPED = (0, 75, 128 + 15)
@@ -119,7 +121,8 @@ class Laboratory:
     """Runs scenarios, one after the other. One for each process, since it changes the process.
 
     Attributes:
-        num_healed: launches in which ranks continued after the death of another one.
+        num_deaths: ranks that were killed in launches with --heal.
+        endings: "healed", or why ranks have not continued -> number of these launches.
         history: what has happened in the last scenario, for a person.
     """
 
@@ -130,7 +133,8 @@ class Laboratory:
         gc.disable()  # a cycle is freed at the end of its process, and not at any time
         sys.unraisablehook = _hide_ends(sys.unraisablehook)
         self._pool = Pool()
-        self.num_healed = 0
+        self.num_deaths = 0
+        self.endings = Counter[str]()
         self.history: list[str] = []
         self._expected: dict[tuple[str, int], Outcome] = {}
         # Imports all that is needed, and sets all constants.
@@ -170,7 +174,10 @@ class Laboratory:
         try:
             for each in scenario.rounds:
                 launch = machine.run(each)
-                self.num_healed += each.heals and launch.launcher.code == 0 and bool(launch.struck)
+                deaths = [fault for fault in launch.struck if fault.kind == "kill"]
+                if each.heals and deaths:
+                    self.num_deaths += len(deaths)
+                    self.endings[_explain_end(launch)] += 1
                 _check_ends(launch, is_damaged=is_damaged)
                 progress.check(launch)
                 is_damaged |= bool(launch.flipped)
@@ -219,6 +226,14 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
     for line in lines:
         if not is_damaged and any(words in line for words in DAMAGE):
             raise Violation(line)
+
+
+def _explain_end(launch: Launch) -> str:
+    """Return why ranks have not continued after a death, without numbers; "healed" if they have."""
+    for line in launch.launcher.output:
+        if found := REASON.search(line):
+            return re.sub(r"\d+", "N", found[1])
+    return "healed" if launch.launcher.code == 0 else f"exit code {launch.launcher.code}"
 
 
 def _check_snapshots(run_dir: Path) -> None:
