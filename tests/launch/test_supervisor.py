@@ -270,14 +270,15 @@ def test_the_last_rank_is_killed_before_it_continues() -> None:
 @pytest.mark.parametrize(
     "events",
     [
-        [Board(is_ready=False, has_met=False), died(1), lost_another(0), lost_another(2)],
+        # The others may begin their first loop after the death.
+        [Board(is_ready=False, has_met=False), died(1), READY, lost_another(0), lost_another(2)],
         [READY, raised(1)],  # it would occur again, in the rank that gets these micro-batches
     ],
 )
 def test_what_is_not_healed(events: Sequence[Event]) -> None:
     launch = Launch(heals=True).do(*events)
     assert launch.named == [[]]
-    assert ("because not all had begun a loop in which they can" in launch.said) == (len(events) == 4)
+    assert ("because not all had begun a loop in which they can" in launch.said) == (len(events) > 2)
 
 
 def test_a_stuck_rank_is_ended_once_by_its_own_node() -> None:

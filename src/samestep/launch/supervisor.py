@@ -158,7 +158,8 @@ class Supervisor:
             case Lost():
                 self._lose(node, event.time_s)
             case Board():
-                self._board = event
+                if self.state in (State.RUNNING, State.SAVING):  # after a failure, that of its time explains it
+                    self._board = event
                 for rank in self._running():
                     if rank.number in {*event.stuck} - self.generation.stuck:
                         self.generation.stuck.add(rank.number)  # the node ends it, so that the others continue
