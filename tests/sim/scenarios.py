@@ -20,6 +20,7 @@ LABELS = (
 )  # fmt: skip
 STEPS_PER_EPOCH = 5  # of all scripts
 HEALING = {"heal": 150, "twins": 1500}  # focus -> the points from one death to the next, at most
+NUM_RANKS = {"heal": (3, 4, 5), "twins": (3, 3, 3, 4, 5)}
 NUM_DEATHS = {"heal": (1, 2), "twins": (1, 2, 2, 3)}
 NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
 _FAULT = re.compile(r"(\w+)@([\w.]+)(?:#(\d+))?(?:/(\d+))?(?:\+([\d.]+))?")
@@ -141,7 +142,7 @@ def plan(seed: int, focus: str = "") -> Scenario:
     owners = 2 if focus == "twins" else random.Random(f"owners {seed}").choice((1, 2))  # no draw of `choose`
     epochs = 2 if focus else choose.choice((1, 2, 2))
     if focus == "twins":
-        epochs = choose.choice((1, 1, 2))
+        epochs = choose.choice((1, 1, 1, 2))
     num_rounds = 1 if focus else choose.choice((1, 1, 2, 2, 3))
     rounds = [_plan_round(choose, epochs, focus) for _ in range(num_rounds)]
     scenario = Scenario(
@@ -160,7 +161,7 @@ def plan(seed: int, focus: str = "") -> Scenario:
 
 
 def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
-    num_ranks = choose.choice((3, 4, 5) if focus in HEALING else (1, 2, 2, 3, 3, 3, 4, 5))
+    num_ranks = choose.choice(NUM_RANKS.get(focus, (1, 2, 2, 3, 3, 3, 4, 5)))
     heals = num_ranks > 1 and choose.random() < 0.5
     kinds = ("kill", "kill", "kill", "freeze", "stop") if heals else ("kill", "kill_all", "power", "power", *KINDS)
     kind, _, label = focus.partition("@")
