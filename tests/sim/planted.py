@@ -421,4 +421,15 @@ PLANTED = (
         "twins: the checksums of both owners count", "engine/gradient_checksum.py",
         "joined = reduce(or_, checksums)", "joined = sum(checksums)", focus="twins",
     ),
+    _twins(
+        "a new owner has no checksum of the last gradient", "train/lost_copies.py",
+        "            self._metrics.complete_checksums()", "            ",
+        scenario="seed=1 script=mlp shard=optimizer owners=2 every=5 steps=5 | 3 heal kill@795/2 kill@1178/1 | 1",
+    ),
+    _twins(
+        "a rank contributes only what it would store", "train/divided_state.py",
+        "if param in states and self.ownership.holds(param)",
+        "if self.ownership.find_first(param, self._group.members) == self._group.number",
+        scenario="seed=1 script=mlp shard=optimizer owners=2 every=5 steps=5 | 3 heal kill@1782/0 | 1",
+    ),
 )  # fmt: skip
