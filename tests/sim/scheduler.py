@@ -141,12 +141,6 @@ class Task:
         self.turn = _thread.allocate_lock()  # locked until it is this task's turn
         self.turn.acquire()
 
-    def can_run(self, now_s: float) -> bool:
-        """Whether it can continue at this time, in a process that is alive and not frozen."""
-        if self.process.signals and self.is_main:
-            return True
-        return self.condition is None or self.deadline_s <= now_s or bool(self.condition())
-
 
 class Scheduler:
     """Decides which task runs next.
@@ -274,12 +268,16 @@ class Scheduler:
                 if task.process.is_dead:
                     return task
             ready = []
+            now_s = self.now_s
             next_s = FOREVER  # when another task can run
             for task in self.tasks:
-                if task.process.frozen_until_s > self.now_s:
-                    self._moved_s = self.now_s
-                    next_s = min(next_s, task.process.frozen_until_s)
-                elif task.can_run(self.now_s):
+                process = task.process
+                if process.frozen_until_s > now_s:
+                    self._moved_s = now_s
+                    next_s = min(next_s, process.frozen_until_s)
+                elif process.signals and task.is_main:
+                    ready.append(task)
+                elif task.condition is None or task.deadline_s <= now_s or task.condition():
                     ready.append(task)
                 else:
                     next_s = min(next_s, task.deadline_s)
