@@ -275,9 +275,12 @@ class Scheduler:
                 if process.frozen_until_s > now_s:
                     self._moved_s = now_s
                     next_s = min(next_s, process.frozen_until_s)
-                elif process.signals and task.is_main:
-                    ready.append(task)
-                elif task.condition is None or task.deadline_s <= now_s or task.condition():
+                elif (
+                    (process.signals and task.is_main)
+                    or task.condition is None
+                    or task.deadline_s <= now_s
+                    or task.condition()
+                ):
                     ready.append(task)
                 else:
                     next_s = min(next_s, task.deadline_s)

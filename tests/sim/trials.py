@@ -10,8 +10,9 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ MISTAKE = 2  # exit code
 UNHEALED = ("have not formed a new group", "the ledger lacks")  # with --heal
 REASON = re.compile(r"do not continue, because (.*?)(: |$)")
 TWINS = "had 2 copies"  # of the state, which died with two ranks
+MAX_APART = 2  # steps, of the deaths of two ranks that held a part: later, a third one has it
 MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be the next one
 STOPPED = (0, 75, 128 + 15)
 # For tensors of every size, what is usual for large ones.
@@ -211,8 +213,13 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
     if kinds <= {"stop", "freeze"} and code not in STOPPED:
         raise Violation(f"after SIGTERM the launch ended with {code}: {last}")
     is_too_short = any("IndexError" in line for line in lines)  # in passes.py: a list by position
+    is_refused = kinds == {"kill"} and launch.round.heals and code and len(launch.struck) < launch.round.num_ranks
+    if is_refused and not any(map(REASON.search, lines)):
+        raise Violation(f"no sentence says why the other ranks do not continue: {last}")
+    killed = sorted(max(_find_steps(each.output), default=-1) for each in launch.processes if each.code == -SIGKILL)
+    are_close = any(later - earlier <= MAX_APART for earlier, later in pairwise(killed))
     for line in lines:
-        if TWINS in line and len(launch.struck) < 2:
+        if TWINS in line and not are_close:
             raise Violation(line)
     if kinds == {"kill"} and not is_too_short:
         for line in lines:
