@@ -415,12 +415,13 @@ def measure() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "fsdp2"])
-def test_the_formulas_are_those_of_a_run(shard: str) -> None:
-    ranks, _ = samestep.spawn(measure, 3, env={"SAMESTEP_SHARD": shard})
+@pytest.mark.parametrize(("shard", "copies"), [("none", 1), ("optimizer", 1), ("optimizer", 2), ("fsdp2", 1)])
+def test_the_formulas_are_those_of_a_run(shard: str, copies: int) -> None:
+    env = {"SAMESTEP_SHARD": shard, **({"SAMESTEP_SHARD_COPIES": "2"} if copies > 1 else {})}
+    ranks, _ = samestep.spawn(measure, 3, env=env)
     _, sizes = samestep.spawn(measure, 1)
     assert sum(size.num_bytes for size in sizes) == 4 * (40 + 2 * 56 + 24 + 2)
-    expected = compute_memory(sizes, None if shard == "none" else shard, 3)
+    expected = compute_memory(sizes, None if shard == "none" else shard, 3, copies)
     assert max(params for params, *_ in ranks) == expected.parameters
     assert max(state for *_, state in ranks) == expected.optimizer_state
     if shard != "optimizer":  # which drops the gradients of other owners after the step's exchange

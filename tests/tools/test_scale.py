@@ -53,8 +53,8 @@ def test_a_script_is_measured(tmp_path: Path) -> None:
     part = 4 * (16 * 32 + 32 + 64 + 1)  # one row cannot be divided
     assert memory[2, "none"]["total"] == memory[2, "optimizer"]["total"] == 2 * params
     assert memory[2, "fsdp2"] == {
-        "world_size": 2, "shard": "fsdp2", "parameters": part, "gradients": part, "optimizer_state": 0,
-        "gathered_block": 2 * params, "total": 2 * part + 2 * params,
+        "world_size": 2, "shard": "fsdp2", "shard_copies": 1, "parameters": part, "gradients": part,
+        "optimizer_state": 0, "gathered_block": 2 * params, "total": 2 * part + 2 * params,
     }  # fmt: skip
 
 

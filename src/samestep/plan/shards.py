@@ -118,12 +118,13 @@ def replace_owners(
     return living
 
 
-def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: int) -> RankMemory:
+def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: int, copies: int = 1) -> RankMemory:
     """Return the memory of the rank that holds most.
 
     Args:
         sizes: the parameters of all models. Those that are trained have the order of the run.
         shard: None, "optimizer" or "fsdp2". One rank divides nothing.
+        copies: with "optimizer", the number of ranks that hold the state of a parameter.
 
     Example::
 
@@ -132,6 +133,8 @@ def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: in
         2080
         >>> compute_memory(sizes, "optimizer", 4)
         RankMemory(parameters=520, gradients=520, optimizer_state=800, gathered_block=0)
+        >>> compute_memory(sizes, "optimizer", 2, copies=2).optimizer_state
+        1040
         >>> compute_memory(sizes, "fsdp2", 4)
         RankMemory(parameters=160, gradients=160, optimizer_state=320, gathered_block=800)
     """
@@ -147,9 +150,9 @@ def compute_memory(sizes: Sequence[ParamSize], shard: str | None, world_size: in
     if shard == "optimizer" and world_size > 1:
         trained = [each for each in sizes if each.gradient_bytes]
         owned = Counter[int]()
-        owners = choose_owners([each.num_bytes for each in trained], range(world_size), 1, {})
-        for each, (owner,) in zip(trained, owners, strict=True):
-            owned[owner] += each.state_bytes + each.small_bytes
+        owners = choose_owners([each.num_bytes for each in trained], range(world_size), copies, {})
+        for each, of_one in zip(trained, owners, strict=True):
+            owned.update(dict.fromkeys(of_one, each.state_bytes + each.small_bytes))
         return RankMemory(parameters, gradients, max(owned.values(), default=0))
     return RankMemory(parameters, gradients, sum(each.state_bytes + each.small_bytes for each in sizes))
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import click
 import numpy as np
@@ -33,7 +33,7 @@ FLAGS: dict[str, Option] = {
     "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
-SHARDS: tuple[str | None, ...] = (None, *get_args(Shard))
+DIVISIONS: tuple[tuple[Shard | None, int], ...] = ((None, 1), ("optimizer", 1), ("optimizer", 2), ("fsdp2", 1))
 NOTE = (
     "memory: the sizes of the tensors are measured on 1 rank, their division is computed; without activations, "
     "messages, buffers of the model and copies for snapshots"
@@ -49,7 +49,8 @@ Row = dict[str, Any]
 def run_scale(target: Target, values: Values) -> int:
     """Trains for a few steps on several numbers of ranks of this machine, in turns, each in a temporary run directory.
     Fits the time of a step to them, and prints speed-up, efficiency and the time to finish, with their standard errors,
-    also of more ranks than were measured. A second table has the memory of a rank for each value of shard.
+    also of more ranks than were measured. A second table has the memory of a rank for each value of shard, and for
+    shard_copies=2.
     """
     check_target(target)
     sizes = sorted(parse_sizes(values.get("world_sizes", "1,2,4")))
@@ -289,12 +290,13 @@ def build_rows(fit: StepFit, measured: Mapping[int, Size]) -> list[Row]:
 
 
 def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[Row]:
-    """Return the memory of a rank at each number of ranks, for each value of `shard`. One rank divides nothing."""
+    """Return the memory of a rank at each number of ranks, for each division. One rank divides nothing."""
     rows = []
     for world_size in world_sizes:
-        for shard in SHARDS if world_size > 1 else SHARDS[:1]:
-            memory = compute_memory(sizes, shard, world_size)
-            rows.append({"world_size": world_size, "shard": shard or "none", **asdict(memory), "total": memory.total})
+        for shard, copies in DIVISIONS if world_size > 1 else DIVISIONS[:1]:
+            memory = compute_memory(sizes, shard, world_size, copies)
+            of_one = {"world_size": world_size, "shard": shard or "none", "shard_copies": copies}
+            rows.append({**of_one, **asdict(memory), "total": memory.total})
     return rows
 
 
@@ -326,6 +328,7 @@ def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_s
         print(f"to finish: {num_steps:,} steps, without the start of the ranks, snapshots and validation")
     if memory:
         kinds = [*(each.name for each in fields(RankMemory)), "total"]
-        table = [[str(row["world_size"]), row["shard"], *(format_bytes(row[each]) for each in kinds)] for row in memory]
-        print_table("memory per rank", ["ranks", "shard", *(each.replace("_", " ") for each in kinds)], table)
+        names = ["world_size", "shard", "shard_copies"]
+        table = [[*(str(row[each]) for each in names), *(format_bytes(row[each]) for each in kinds)] for row in memory]
+        print_table("memory per rank", ["ranks", "shard", "copies", *(each.replace("_", " ") for each in kinds)], table)
         print(NOTE)
