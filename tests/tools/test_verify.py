@@ -286,6 +286,48 @@ def test_a_mode_that_the_run_refuses(tmp_path: Path) -> None:
     assert "on 3 ranks with shard=fsdp2 it ends with exit code 2:\noptimizer is Adafactor" in printed
 
 
+PIPED = """
+import samestep, torch
+from torch import nn
+
+class Count(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += {step}
+        return x * (1 + self.calls)
+
+run = samestep.Run("runs/piped", batch_size=8, micro_batch_size=2, pipeline=2)
+model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.1), Count(), nn.Linear(4, 1))
+optimizer = torch.optim.Adam(model.parameters())
+run.prepare(model=model, optimizer=optimizer, stages=["2"])
+for step in run.steps(torch.ones(16, 2), 9):
+    step.run(lambda x: model(x).square().mean())
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_each_map_of_the_stages_of_a_pipeline(tmp_path: Path, step: int) -> None:
+    """A counter in the second stage differs if two ranks have this stage."""
+    (tmp_path / "piped.py").write_text(PIPED.format(step=step))
+    words = ["--steps", "4", "--world-sizes", "1,2,3", "--kills", str(1 - step), "piped.py"]
+    printed = check(samestep_command("verify", *words, cwd=tmp_path), step).stdout
+    found = {row[1]: row[3] for row in read_rows(printed) if row[0] == "train"}
+    other = f"differs from step {step - 1}" if step else "same"
+    assert found == {
+        "1 rank": "the reference",
+        "1 pipeline of 2 ranks": "same",
+        "2 pipelines of 1 rank": other,
+        "3 pipelines of 1 rank": other,
+    }
+    assert printed.count(" resumed ") == 1 - step
+    if step:
+        assert "step 0 is not the same on 2 pipelines of 1 rank and on 1 rank" in printed
+    else:
+        assert printed.endswith("everything is the same\n")
+
+
 # --- --plain ----------------------------------------------------------------------------------------------------------
 
 

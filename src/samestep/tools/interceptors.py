@@ -309,6 +309,8 @@ class Trace(Tracer):
                     "begin": step.number,
                     "num_micro_batches": settings.batch_size // settings.micro_batch_size,
                     "micro_batch_size": settings.micro_batch_size,
+                    "pipeline": settings.pipeline,
+                    "pipeline_ranks": self.context.group.ranks_per_replica,
                     "shard": settings.shard if self.context.world_size > 1 else None,
                 }
             )

@@ -50,7 +50,7 @@ REPEATED = (
 )
 KILLED = 128 + 9
 MAX_EVENTS = 12  # file accesses during a snapshot, after one of which a rank is killed
-ROW = "  {run:<18} {ranks:<20} {steps:>7}  {result:<44} {time}"
+ROW = "  {run:<18} {ranks:<22} {steps:>7}  {result:<44} {time}"
 
 TRACE = "samestep.tools.interceptors:Trace"
 
@@ -64,8 +64,9 @@ Line = dict[str, Any]
 def run_verify(target: Target, values: Values) -> int:
     """Trains for a few steps on several numbers of ranks, and compares the runs.
 
-    With --shard, also compares the ways to divide the state of a run among the ranks. With --heal, also kills all ranks
-    of a run but one, one after the other, while the others continue.
+    Of a run with a pipeline, compares the maps of its stages to these ranks. With --shard, also compares the ways to
+    divide the state of a run among the ranks. With --heal, also kills all ranks of a run but one, one after the other,
+    while the others continue.
     In one more run, kills ranks at random moments, including during a save, and resumes on a different number of ranks
     (and with another shard) each time. Compares the state after every step, the losses and the samples. Prints the
     first difference and its likely cause. Writes nothing to the run directory named by the script.
@@ -119,15 +120,21 @@ class Setup(NamedTuple):
     Attributes:
         world_size: number of ranks.
         shard: the value of the option `shard`; None: that of the script.
+        pipeline_ranks: the value of the option; None: its default.
     """
 
     world_size: int
     shard: str | None
+    pipeline_ranks: int | None = None
 
     def __str__(self) -> str:
         """Return it in words, such as "2 ranks with shard=fsdp2". One rank has nothing to divide."""
-        is_divided = self.world_size > 1 and self.shard not in (None, "none")
-        return format_count(self.world_size, "rank") + (f" with shard={self.shard}" if is_divided else "")
+        text = format_count(self.world_size, "rank")
+        if self.world_size == 1:
+            return text
+        if ranks := self.pipeline_ranks:
+            text = f"{format_count(self.world_size // ranks, 'pipeline')} of {format_count(ranks, 'rank')}"
+        return text + (f" with shard={self.shard}" if self.shard not in (None, "none") else "")
 
 
 @dataclass(frozen=True)
@@ -304,7 +311,7 @@ def explain(one: Trial, other: Trial, difference: Difference) -> str:
             "the script keeps from step to step, such as a generator of its own, is in no snapshot; pass it to "
             "run.prepare, or use run.state"
         )
-    if all(one.settings[name] == other.settings[name] for name in ("world_size", "shard")):
+    if all(one.settings[name] == other.settings[name] for name in ("world_size", "pipeline_ranks", "shard")):
         sentence = OF_REPETITION.get(difference.what, UNREPEATABLE)
     else:
         sentence = (OF_SHARD if other.settings["shard"] else OF_RANKS)[difference.what]
@@ -344,17 +351,29 @@ class _Verification:
         """Train on all numbers of ranks and in all modes. If all is the same, also with deaths and interruptions."""
         setup = Setup(world_sizes[0], modes[0])
         self._reference = self._run_reference(setup)
-        most = self._reference.settings["num_micro_batches"]
-        allowed = [size for size in world_sizes if size <= most]
+        most, stages = (self._reference.settings[name] for name in ("num_micro_batches", "pipeline"))
+        # The first map of each number of ranks is the default.
+        maps = [
+            (size, ranks)
+            for size in world_sizes
+            for ranks in range(min(size, stages or 1), 0, -1)
+            if size % ranks == 0 and size // ranks <= most
+        ]
+        allowed = [*dict(maps)]
         if len(world_sizes) > 1 and len(allowed) == 1:
             size = self._reference.settings["micro_batch_size"]
             check_numbers(most * size, size, min(max(world_sizes), most * size), format_flags)
         # Equal runs must not depend on Python's hash seed either: plain python uses a new one at each start.
         if not self._run_and_compare("again", setup, hash_seed="1"):
             return  # a difference between two equal runs would appear in all comparisons
-        if skipped := ", ".join(str(size) for size in world_sizes if size > most):
+        if skipped := ", ".join(str(size) for size in world_sizes if size not in allowed):
             self.lines.append(f"skipped: {skipped} ranks, because the number of micro-batches of a step is {most}")
-        setups = [Setup(size, mode) for mode in modes for size in allowed if size > 1 or mode == modes[0]]
+        setups = [
+            Setup(size, mode, None if stages is None else ranks)
+            for mode in modes
+            for size, ranks in maps
+            if size > 1 or mode == modes[0]
+        ]
         for other in setups[1:]:
             self._run_and_compare("train", other)
         if self.is_same and "heal" in self._values:
@@ -387,11 +406,10 @@ class _Verification:
         directory = self._home / f"{len(self.rows):02}-on-{setup.world_size}"
         directory.mkdir()
         run_dir = run_dir or directory / "run"
-        overrides = {**self._overrides, "run_dir": run_dir}
-        if setup.shard is not None:
-            overrides["shard"] = setup.shard
-            if setup.shard != "optimizer":
-                overrides["shard_copies"] = 1
+        own = {name: value for name, value in setup._asdict().items() if name in OPTIONS and value is not None}
+        if setup.shard == "fsdp2":
+            own["shard_copies"] = 1  # it permits no other value
+        overrides = {**self._overrides, **own, "run_dir": run_dir}
         command = self._target.to_full_command(setup.world_size, *flags)
         began_s = time.monotonic()
         code = run_traced(command, directory, interceptor, overrides, **options)
