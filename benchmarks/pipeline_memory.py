@@ -22,9 +22,7 @@ class Block(nn.Sequential):
     """The two linear layers of a transformer's block."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(
-            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
-        )
+        super().__init__(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
 
 
 def read_data_bytes() -> int:
@@ -75,9 +73,9 @@ def main() -> None:
     parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--width", type=int, default=1024, help="of the model")
     args = parser.parse_args()
-    sizes, parts = (1, 2, 4), 64
+    sizes, parts = [1, 2, 4], 64
     if args.quick:
-        args.width, sizes, parts = 512, (1, 4), 4
+        args.width, sizes, parts = 512, [1, 4], 4
     size = NUM_BLOCKS * 8 * args.width**2 * 4 // MEBIBYTE  # of the parameters
     if not args.json:
         print_machine()
