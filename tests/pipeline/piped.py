@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,8 +34,8 @@ class Block(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.inner(x)
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return x + factor * self.scale * self.inner(x)
 
 
 class Mlp(nn.Module):
@@ -47,6 +49,16 @@ class Mlp(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class Stochastic(Mlp):
+    """The model draws a number for each block, and passes it on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, factor=random.random() + np.random.rand())
         return self.last(x)  # type: ignore[no-any-return]
 
 
@@ -138,6 +150,7 @@ def build_data(shape: Sequence[int]) -> TensorDataset:
 Case = tuple[Callable[[], nn.Module], Sequence[int], Sequence[str]]  # model, shape of a sample, stages
 CASES: dict[str, Case] = {
     "mlp": (Mlp, (8,), ("blocks.1", "blocks.2", "last")),
+    "stochastic": (Stochastic, (8,), ("blocks.1", "blocks.2", "last")),
     "gpt": (Gpt, (), ("blocks.1", "blocks.2", "blocks.3")),
     "tied": (TiedGpt, (), ("blocks.1", "blocks.2", "blocks.3")),
     "resnet": (ResNet, (3, 8, 8), ("layer1", "layer2", "layer3")),

@@ -21,7 +21,7 @@ from samestep.world.group import Group
 
 MAPS = [(1, 2), (2, 1), (1, 4), (2, 2), (3, 2), (1, 3), (4, 1)]  # pipelines, ranks of each
 QUICK = {
-    ("mlp", (3, 2)), ("mlp", (1, 4)), ("gpt", (2, 2)), ("tied", (1, 3)), ("tied", (2, 2)), ("resnet", (1, 4)),
+    ("mlp", (3, 2)), ("stochastic", (1, 4)), ("gpt", (2, 2)), ("tied", (1, 3)), ("tied", (2, 2)), ("resnet", (1, 4)),
 }  # fmt: skip
 
 

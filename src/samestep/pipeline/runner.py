@@ -10,6 +10,7 @@ wherever it is: in the same order, from contiguous tensors, with the random numb
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_not
@@ -25,6 +26,7 @@ from samestep.errors import Error, UsageError
 from samestep.pipeline.messages import Messages
 from samestep.pipeline.outlines import Outlines
 from samestep.pipeline.schedule import Kind, build_schedule, find_held, list_positions
+from samestep.pipeline.stage_check import StageCheck
 from samestep.pipeline.stages import StagedModel, list_tensors
 from samestep.pipeline.tied import TiedWeights
 from samestep.torch_internals import run_backward
@@ -41,6 +43,7 @@ class _Flight:
 
     Attributes:
         seed: returns the seed of a stage.
+        check: of a micro-batch that is computed for it only, up to the end of the model.
         staged: the model that the function calls; None before it does.
         stage: the one that computes; -1 before the model is called.
         inputs: stage -> the tensors at which its graph begins.
@@ -48,6 +51,7 @@ class _Flight:
     """
 
     seed: Callable[..., int]
+    check: StageCheck | None
     staged: StagedModel | None = None
     stage: int = -1
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -67,6 +71,7 @@ class Pipeline:
     """
 
     def __init__(self, models: Sequence[StagedModel], group: Group) -> None:
+        self._models = models
         self._staged = staged = models[0]
         self._num_ranks = group.ranks_per_replica
         self._position = group.rank % self._num_ranks
@@ -75,10 +80,24 @@ class Pipeline:
         self.has_results = self.held.stop == staged.num_stages
         self._messages = Messages(group)
         self._outlines = Outlines()
-        self._outlining: ExitStack = ExitStack()
+        self._modes: ExitStack = ExitStack()
+        self._checked = set[bool]()  # a micro-batch with gradients, and one without
         self._flight: _Flight | None = None  # of the function that runs
+        self._waiting: dict[int, _Flight] = {}  # for their backward passes
+        self._returning: _Flight | None = None  # in its backward pass
+        # A module that is compiled may begin a stage, and these hooks are no part of its code.
+        enter, cross = map(torch.compiler.disable, (self._enter, self._cross))
+        for each in models:
+            each.model.register_forward_hook(self._end)
+            each.model.register_forward_pre_hook(partial(enter, each), with_kwargs=True)
+            for stage, cut in enumerate(each.cuts.values(), start=1):
+                cut.register_forward_pre_hook(partial(cross, each, stage), with_kwargs=True)
+            for module in each.stages:
+                if list_tensors(module) and module is not each.model:
+                    module.register_forward_pre_hook(partial(self._check_stage, each))
         first = group.rank - self._position
         ranks = [first + position for position in list_positions(self._num_ranks, staged.num_stages)]
+        # After the hooks above: its own are of the stage that a module begins.
         self.tied, *_ = [
             TiedWeights(each, self.held, ranks, self._messages, lambda: self._flight is not None) for each in models
         ]
@@ -86,15 +105,6 @@ class Pipeline:
         self._foreign = {
             stage: [*staged.list_params(range(self.held.start, stage)), *self.tied.weights] for stage in self.held
         }
-        self._waiting: dict[int, _Flight] = {}  # for their backward passes
-        self._returning: _Flight | None = None  # in its backward pass
-        for each in models:
-            each.model.register_forward_pre_hook(partial(self._enter, each), with_kwargs=True)
-            for stage, cut in enumerate(each.cuts.values(), start=1):
-                cut.register_forward_pre_hook(partial(self._cross, each, stage), with_kwargs=True)
-            for module in each.stages:
-                if list_tensors(module) and module is not each.model:
-                    module.register_forward_pre_hook(partial(self._check_stage, each))
 
     def __deepcopy__(self, memo: Any) -> "Pipeline":
         """A copy of the model has its hooks, which see that another one runs."""
@@ -119,6 +129,19 @@ class Pipeline:
         self._returning = None
         self._messages.finish()
 
+    def rehearse(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> None:
+        """Before the first micro-batch with gradients, and the first one without, run the model to check it.
+
+        Nothing of it is kept: while it is checked, some modules of torch compute in another way.
+        """
+        if torch.is_grad_enabled() in self._checked:
+            return
+        self._checked.add(torch.is_grad_enabled())
+        with ExitStack() as kept:
+            for each in self._models:
+                kept.enter_context(each.keep_buffers())
+            self._run(function, deepcopy(batch), seed, StageCheck(self._models))
+
     def forward(self, v: int, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> Any:
         """Run a function of micro-batch v. `backward` follows. Arguments and result as for `score`."""
         self._waiting[v], result = self._run(function, batch, seed)
@@ -136,10 +159,13 @@ class Pipeline:
         Raises:
             UsageError: the function, or the model, does what a pipeline does not support.
         """
+        self.rehearse(function, batch, seed)
         return self._run(function, batch, seed)[1]
 
-    def _run(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> tuple[_Flight, Any]:
-        self._flight = flight = _Flight(seed)
+    def _run(
+        self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int], check: StageCheck | None = None
+    ) -> tuple[_Flight, Any]:
+        self._flight = flight = _Flight(seed, check)
         seed_all(seed(stage=0))
         result = None
         try:
@@ -152,7 +178,7 @@ class Pipeline:
             pass
         finally:
             self._flight = None
-            self._outlining.close()
+            self._modes.close()
         return flight, result
 
     @contextmanager
@@ -161,13 +187,13 @@ class Pipeline:
         try:
             yield
         except RuntimeError as error:  # NotImplementedError is one, too
-            if isinstance(error, Error) or not self.held.start or "meta" not in str(error):
+            if isinstance(error, Error) or self._num_ranks == 1 or "meta" not in str(error):
                 raise
             raise UsageError(
-                f"rank {self._rank} has the stages from {self._name_cut(self.held.start)} on, and what they use was "
-                f"computed without values on the meta device before ({' '.join(str(error).split())}): a stage gets "
-                "values by what crosses its cut and from its own modules only, and no line of the script may read "
-                "values of the model before its end; see docs/pipeline.md",
+                f"rank {self._rank} has {len(self.held)} of {self._staged.num_stages} stages, and what it uses of the "
+                f"others has no values there ({' '.join(str(error).split())}): a stage gets values by what crosses its "
+                "cut and from its own modules only, no line of the script may read values of the model before its end, "
+                "and forward creates tensors with device=; see docs/pipeline.md",
                 code="SS224",
             ) from error
 
@@ -207,10 +233,20 @@ class Pipeline:
             )
         flight.staged = staged
         flight.stage = 0
-        if not self.held.start:
-            return None
-        self._outlining.enter_context(self._outlines)
-        return tree_map_only(Tensor, _outline, (args, kwargs))
+        if self.held.start:
+            self._modes.enter_context(self._outlines)
+            return tree_map_only(Tensor, _outline, (args, kwargs))
+        self._enter_check(flight, tree_leaves((args, kwargs)))
+        return None
+
+    def _enter_check(self, flight: _Flight, inputs: Sequence[Any]) -> None:
+        if flight.check is not None:
+            flight.check.begin(flight.stage, [each for each in inputs if isinstance(each, Tensor)])
+            self._modes.enter_context(flight.check)
+
+    def _end(self, *_: Any) -> None:
+        if self._flight is not None and self._flight.check is not None:
+            raise _Leave
 
     def _find_flight(self, staged: StagedModel) -> _Flight | None:
         """Return the micro-batch that a model computes. One rank can also use it elsewhere."""
@@ -246,25 +282,29 @@ class Pipeline:
                 "the modules in stages of run.prepare in this order in forward, each once",
                 code="SS224",
             )
+        if stage >= self.held.start:
+            self._modes.close()
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         has_graph = torch.is_grad_enabled()
         if stage - 1 in self.held:
+            if flight.check is not None:
+                flight.check.refuse_foreign(tensors, self._name_cut(stage, staged))
             flight.outputs[stage - 1] = [each for each in tensors if has_graph and each.is_floating_point()]
         if stage == self.held.stop:
             self._messages.send_on([*map(_separate, tensors)], self._rank + 1)
             raise _Leave
         flight.stage = stage
+        seed_all(flight.seed(stage=stage))  # what crosses the cut can depend on Python's random numbers
         if stage < self.held.start:
             return None
         if stage == self.held.start:
-            self._outlining.close()
             inputs = self._messages.receive_on(tensors, self._rank - 1)
         else:
             inputs = [*map(_separate, tensors)]
+        self._enter_check(flight, inputs)
         # Not as the outputs: their graph is known on the rank before only.
         flight.inputs[stage] = [each.requires_grad_() for each in inputs if has_graph and each.is_floating_point()]
-        seed_all(flight.seed(stage=stage))
         left = iter(inputs)
         return tree_unflatten([next(left) if isinstance(each, Tensor) else each for each in leaves], structure)
 

@@ -1,6 +1,7 @@
 """A model that is cut into stages: which module is in which stage, and what a rank has of them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,6 +97,29 @@ class StagedModel:
             for param in module.parameters(recurse=False)
             if param not in self.tied
         ]
+
+    def map_tensors(self) -> dict[Tensor, int]:
+        """Return the stage of each parameter and buffer that is in one stage only."""
+        return {
+            tensor: stage
+            for module, stage in self.stages.items()
+            for _, tensor in list_tensors(module)
+            if tensor not in self.tied
+        }
+
+    @contextmanager
+    def keep_buffers(self) -> Iterator[None]:
+        """At the end of the block, give all buffers the values that they have now."""
+        kept = [
+            (buffers, name, buffer, buffer.clone())
+            for buffers in map(get_buffers, self.stages)
+            for name, buffer in buffers.items()
+            if buffer is not None
+        ]
+        yield
+        for buffers, name, buffer, values in kept:
+            buffers[name] = buffer
+            buffer.data.copy_(values)
 
     def list_shared(self) -> list[list[str]]:
         """Return the names of each parameter and buffer that has several names in the model."""

@@ -155,6 +155,9 @@ class PassRunner(Protocol):
     ) -> None:
         """Call `forward` and `backward` with each micro-batch, in any order of the micro-batches."""
 
+    def rehearse(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> None:
+        """Check what a function does, if it is new. See `score`."""
+
     def forward(self, v: int, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> Any:
         """Run a function of micro-batch v, in `forward` of `run_pass`. See `score`."""
 
@@ -418,6 +421,9 @@ class Step:
             parts.clock.enter("forward", self.number)
             on.forward(self, batch)
             seed = partial(parts.derive, "compute", step=self.number, pass_=self.num_passes, micro_batch=v)
+            self._phase = StepPhase.PROBE  # step.log drops what it gets
+            runner.rehearse(body, batch, seed)
+            self._phase = StepPhase.INSIDE
             loss = runner.forward(v, body, batch, seed)
             results[v] = loss, None if weight is None else weight(batch)
             if runner.has_results:
