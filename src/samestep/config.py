@@ -325,6 +325,20 @@ class RunConfig:
         whole(1, optional=True),
         default=None,
     )
+    workers: int | None = _declare(
+        int,
+        "K",
+        "number of workers, each of which makes inner steps of its own in every step; see docs/diloco.md",
+        whole(1, optional=True),
+        is_identity=True,
+    )
+    inner_steps: int | None = _declare(
+        int,
+        "H",
+        "number of inner steps of a worker in every step",
+        whole(1, optional=True),
+        is_identity=True,
+    )
     exchange_dtype: ExchangeDtype | None = _declare(
         str,
         "T",
@@ -415,6 +429,11 @@ class RunConfig:
         default=None,
         is_shared=False,
     )
+
+    @property
+    def divides_state(self) -> bool:
+        """Whether the ranks divide the optimizers' state, so that they hold other parts of it."""
+        return self.shard is not None or self.workers is not None
 
     def identity(self) -> dict[str, Any]:
         """Return the options that identify the run: a run directory belongs to one value of each."""

@@ -64,6 +64,16 @@ def test_any_world_size_forms_the_canonical_sum(numbers: tuple[int, int], in_rou
     assert slots == {layout.root: canonical(0, n)}
 
 
+@given(numbers, st.integers(2, 5))
+def test_a_leaf_of_several_micro_batches_stays_whole(numbers: tuple[int, int], size: int) -> None:
+    n, world_size = numbers
+    layout, of_leaves = build_layout(n * size, world_size, leaf_size=size), build_layout(n, world_size)
+    assert [*itertools.chain(*layout.ranges)] == [*range(n * size)]
+    for held, leaves in zip(layout.ranges, layout.leaves, strict=True):
+        assert {v // size for v in held} == {*leaves}
+    assert (layout.leaves, layout.parts, layout.additions) == (of_leaves.ranges, of_leaves.parts, of_leaves.additions)
+
+
 @settings(max_examples=300)
 @given(numbers)
 def test_in_rounds_all_ranks_compute_a_micro_batch(numbers: tuple[int, int]) -> None:

@@ -155,13 +155,13 @@ class PartialSums:
 
     Attributes:
         layout: which micro-batches the ranks have.
-        held: this rank's micro-batches.
+        held: this rank's leaves of the tree: its micro-batches, or its workers.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
-        self.held = layout.ranges[rank]
-        self._merges = list_merges(layout.num_micro_batches, self.held)
+        self.held = layout.leaves[rank]
+        self._merges = list_merges(layout.num_micro_batches // layout.leaf_size, self.held)
         self._sums: list[Grads] = []
 
     def fold(self, v: int, grads: Grads) -> None:

@@ -31,6 +31,7 @@ from samestep.engine.ownership import Ownership
 from samestep.engine.sharded_sum import ShardedSum
 from samestep.engine.sharded_unit import ShardedModels
 from samestep.engine.tree_sum import TreeSum
+from samestep.engine.worker_sum import WorkerSum, WorkerUpdates
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.tree import build_layout
 from samestep.torch_internals import get_total_norm, shard_like
@@ -129,6 +130,7 @@ class Gradients:
         exchange_dtype: see `ReductionPlan`.
         run_backward: see `TreeSum`.
         tied: the parameters of which several gradients are summed apart, and added at the end of a pass; None: none.
+        workers: make inner steps, whose changes are averaged in place of gradients; None: there are none.
 
     Attributes:
         ownership: the rank that gets each parameter's gradient; None: all ranks get all gradients.
@@ -146,6 +148,7 @@ class Gradients:
     exchange_dtype: torch.dtype | None = None
     run_backward: RunBackward = run_backward_alone
     tied: TiedParameters | None = None
+    workers: WorkerUpdates | None = None
 
     def __post_init__(self) -> None:
         self.buffers = Buffers(self.modules, self.group)
@@ -168,6 +171,8 @@ class Gradients:
             models=self.models,
             exchange_dtype=self.exchange_dtype,
         )
+        if self.workers is not None:
+            self.inner_plan = ReductionPlan(trained, self.group, untrained=untrained)
 
     def free_gathered(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered, if parameters are sharded."""
@@ -248,7 +253,15 @@ class PassAttempt:
         group = gradients.group
         rank = group.replica
         plan = gradients.plan
-        layout = build_layout(len(sizes), group.num_replicas, plan.models is not None)
+        workers = gradients.workers
+        if workers is not None and number:
+            raise UsageError(
+                f"step {step} was iterated over twice, and its workers have made their inner steps: use one loop over "
+                "the step with workers",
+                code="SS615",
+            )
+        leaf_size = 1 if workers is None else len(sizes) // workers.count
+        layout = build_layout(len(sizes), group.num_replicas, plan.models is not None, leaf_size)
         self.held = layout.ranges[rank]
         self.fillers = layout.fillers[rank]
         self._gradients = gradients
@@ -262,16 +275,17 @@ class PassAttempt:
         plan.guard.begin()
         gradients.buffers.begin(layout)
         partial_sums = PartialSums(layout, rank)
-        self._sum: TreeSum | ShardedSum
-        if group.world_size == 1:
-            self._sum = TreeSum(plan, partial_sums, None, gradients.run_backward)
-        else:
+        self._sum: TreeSum | ShardedSum | WorkerSum
+        exchange = None
+        if group.world_size > 1:
             num_buffers, num_names = len(gradients.buffers.followed), len(gradients.logged_names)
             exchange = plan.begin_exchange(partial_sums, num_buffers, num_names)
-            if plan.models is None:
-                self._sum = TreeSum(plan, partial_sums, exchange, gradients.run_backward)
-            else:
-                self._sum = ShardedSum(plan, partial_sums, exchange)
+        if workers is not None:
+            self._sum = WorkerSum(plan, gradients.inner_plan, partial_sums, exchange, workers)
+        elif exchange is None or plan.models is None:
+            self._sum = TreeSum(plan, partial_sums, exchange, gradients.run_backward)
+        else:
+            self._sum = ShardedSum(plan, partial_sums, exchange)
         self.failure: UsageError | None = None
 
     def release(self) -> None:
@@ -328,7 +342,7 @@ class PassAttempt:
         if v not in self.held:
             buffers.undo()
             self.reports.terms.pop(v, None)  # it may be computed again
-        elif buffers.followed:
+        elif buffers.followed and (v + 1) % self._layout.leaf_size == 0:
             buffers.take()
 
     def exchange(self, vote: Vote, fingerprints: list[int]) -> Reduced:
@@ -372,6 +386,8 @@ class PassAttempt:
         reduced.grads = [None] * num_params
         if reduced.total_weight:
             inverse = gradients.micro_batch_size / self._scale / reduced.total_weight
+            if gradients.workers is not None:
+                inverse = 1 / gradients.workers.count
             reduced.grads = average(sums, used.to_bytes(num_params), inverse)
         if control.buffers:
             reduced.buffers = buffers.exchange(packed_buffers)

@@ -169,19 +169,24 @@ class TreeSum:
     def finish(self, control: Control) -> tuple[list[Control], Grads]:
         """Complete the sums, see `Exchange.finish`."""
         if self._exchange is None:
-            return [control], self._complete_alone()
+            return [control], self.complete_alone()
         drop_grads(self._plan.params)  # all are packed, so no memory is needed for those that were rounded
         self._grads.clear()
         self._versions.clear()
         return self._exchange.finish(control)
 
-    def _complete_alone(self) -> Grads:
-        """Return the sums, with the strides and dtypes that they have with more ranks: norms sum in memory order."""
+    def complete_alone(self) -> Grads:
+        """Return the sums of all micro-batches, without an exchange."""
         plan = self._plan
         sums = self._partial_sums.complete(plan.narrow([*map(read_grad, plan.params)]))
         if plan.exchange_dtype is None and [*map(Tensor.stride, list_present(sums))] == plan.strides:
             return sums
-        return [*map(_lay_out, sums, plan.params, plan.strides)]
+        return lay_out(sums, plan)
+
+
+def lay_out(sums: Grads, plan: ReductionPlan) -> Grads:
+    """Return sums with the strides and dtypes that they have after an exchange: norms sum in memory order."""
+    return [*map(_lay_out, sums, plan.params, plan.strides)]
 
 
 def _lay_out(grad: Tensor | None, param: Tensor, strides: Sequence[int]) -> Tensor | None:

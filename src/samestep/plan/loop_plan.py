@@ -11,7 +11,7 @@ from samestep.errors import InvalidValue
 from samestep.hashing import hash_short
 from samestep.plan.ledger import combine
 from samestep.plan.order import Indices, Order, build_order, derive
-from samestep.plan.tree import Layout, Span, build_layout, check_numbers, check_positive
+from samestep.plan.tree import Layout, Span, check_numbers, check_positive
 
 STREAM_LENGTH = 1 << 62  # the length of a stream, whose end is not known
 
@@ -176,6 +176,11 @@ class LoopPlan:
         """Number of steps of each epoch. Not for endless loops."""
         return -(-(self._num_samples - self.num_dropped) // self.batch_size)
 
+    @property
+    def has_short_step(self) -> bool:
+        """Whether the last step of an epoch has fewer samples than the others."""
+        return not self.is_endless and (self._num_samples - self.num_dropped) % self.batch_size != 0
+
     def plan_end(self, count: int) -> int:
         """Return the number of steps of the run after a loop of `count` epochs, or steps if it is endless."""
         return self.first_step + (count if self.is_endless else count * self.steps_per_epoch)
@@ -296,13 +301,15 @@ class LoopPlan:
             for v in (*borrowed, *shares.ranges[rank], *shares.fillers[rank]):
                 yield self.task(step, v)
 
-    def count_workers(self, most: int, *, rank: int, world_size: int) -> int:
+    def count_workers(self, most: int, num_held: int) -> int:
         """Return the number of loader workers of a rank: `most`, or fewer for a stream.
 
         Workers take turns with the micro-batches, and a lane must stay in one worker. So a stream gets a number of
         workers that divides the rank's lanes evenly.
+
+        Args:
+            num_held: the number of micro-batches of the rank in a full step.
         """
         if not self.is_stream or not most:
             return most
-        held = len(build_layout(self.num_micro_batches, world_size).ranges[rank])
-        return max(count for count in range(1, held + 1) if held % count == 0 and count <= most)
+        return max(count for count in range(1, num_held + 1) if num_held % count == 0 and count <= most)

@@ -169,6 +169,8 @@ class Layout:
         num_micro_batches: n, the number of micro-batches of this step.
         world_size: the number of ranks; above n, some ranks are idle (an empty range, no parts).
         ranges: per rank, its micro-batches. In rounds, they are not contiguous.
+        leaf_size: the number of consecutive micro-batches that are one leaf of the tree; 1 unless they are a worker's.
+        leaves: per rank, its leaves of the tree. Its parts, the additions and so on are those of leaves.
         in_rounds: whether the ranks work in rounds, in each of which all of them compute a micro-batch.
         fillers: per rank, the micro-batch that it computes in a last round without one of its own; its results are
             dropped. Contiguous ranges have none.
@@ -183,6 +185,8 @@ class Layout:
     num_micro_batches: int
     world_size: int
     ranges: tuple[range, ...]
+    leaf_size: int
+    leaves: tuple[range, ...]
     in_rounds: bool
     fillers: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[Node, ...], ...]
@@ -200,12 +204,17 @@ class Layout:
 
 
 @lru_cache(maxsize=128)
-def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
+def build_layout(n: int, world_size: int, in_rounds: bool = False, leaf_size: int = 1) -> Layout:
     """Return the layout of a step of n micro-batches on `world_size` ranks (n, world_size >= 1).
 
     Args:
         in_rounds: see `Layout`.
+        leaf_size: see `Layout`. It divides n, and is 1 in rounds.
     """
+    if leaf_size > 1:
+        of_leaves = build_layout(n // leaf_size, world_size)
+        ranges = tuple(range(held.start * leaf_size, held.stop * leaf_size) for held in of_leaves.leaves)
+        return replace(of_leaves, num_micro_batches=n, ranges=ranges, leaf_size=leaf_size)
     in_rounds = in_rounds and world_size > 1
     if in_rounds:
         ranges = tuple(range(rank, n, world_size) for rank in range(world_size))
@@ -220,7 +229,9 @@ def build_layout(n: int, world_size: int, in_rounds: bool = False) -> Layout:
     additions: list[tuple[int, int]] = []
     root = _complete(0, n, slots, additions)
     butterfly = world_size & (world_size - 1) == 0 and n >= world_size and not in_rounds
-    return Layout(n, world_size, ranges, in_rounds, fillers, parts, max_parts, tuple(additions), root, butterfly)
+    return Layout(
+        n, world_size, ranges, 1, ranges, in_rounds, fillers, parts, max_parts, tuple(additions), root, butterfly
+    )
 
 
 @lru_cache(maxsize=128)

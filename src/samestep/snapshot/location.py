@@ -100,7 +100,7 @@ class Location:
         self.path = None if self.named is None else self.named.absolute()  # the script may change the working directory
         self.is_replicated = len(self._writers) > 1
         has_shared = self.path is not None and not self.is_replicated
-        has_parts = config.shard is not None or group.ranks_per_replica > 1
+        has_parts = config.divides_state or group.ranks_per_replica > 1
         self.is_divided = has_shared and has_parts and group.world_size > 1
         self.kept = KeptLogs() if has_shared and keeps and group.rank else None
         if self.is_replicated:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import seed_all
-from samestep.errors import Error
+from samestep.errors import Error, UsageError
 from samestep.files import open_regular
 from samestep.hashing import find_leaves, hash_bytes, hash_content, hash_short, view_bytes
 from samestep.plan.ledger import combine, to_bits
@@ -168,12 +168,18 @@ class Replay(Tracer):
         v = self._micro_batch
         if step.number != self._step or v is None:
             return
+        if self.context.config.workers is not None:
+            raise UsageError(
+                "replay --micro-batch does not support workers, whose micro-batches depend on the ones before: replay "
+                "the step",
+                code="SS615",
+            )
         if v >= len(step.sizes):
             raise Error(
                 f"step {step.number} has {len(step.sizes)} micro-batches, 0 to {len(step.sizes) - 1}, not {v}",
                 code="SS709",
             )
-        step.held = self.context.build_layout(len(step.sizes)).ranges[self.context.rank]
+        step.held = self.context.divide_step(len(step.sizes)).ranges[self.context.rank]
         if v in step.held:
             batch = step.load_up_to(v)
             self._is_alone = True

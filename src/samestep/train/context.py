@@ -18,7 +18,7 @@ from samestep.engine.passes import MixedPrecision
 from samestep.errors import InvalidType, InvalidValue, RunDirectoryError, UsageError
 from samestep.pipeline.schedule import choose_ranks
 from samestep.plan.loop_plan import LoopPlan
-from samestep.plan.tree import Layout, build_layout, check_numbers, default_micro_batch_size
+from samestep.plan.tree import Layout, build_layout, check_numbers, check_positive, default_micro_batch_size
 from samestep.snapshot.location import Location
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different
@@ -348,8 +348,14 @@ class RunContext:
         return self.group.world_size
 
     def build_layout(self, num_micro_batches: int) -> Layout:
-        """Return how the ranks share the micro-batches of a step or an evaluation."""
+        """Return how the ranks share the micro-batches of an evaluation."""
         return build_layout(num_micro_batches, self.group.num_replicas, self.config.shard == "fsdp2")
+
+    def divide_step(self, num_micro_batches: int) -> Layout:
+        """Return how the ranks share the micro-batches of a step."""
+        workers = self.config.workers
+        leaf_size = 1 if workers is None else num_micro_batches // workers
+        return build_layout(num_micro_batches, self.group.num_replicas, self.config.shard == "fsdp2", leaf_size)
 
 
 def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) -> RunConfig:
@@ -375,10 +381,19 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
     arguments |= overrides
     if not is_trial:
         arguments["run_dir"] = _choose_directory(environment, arguments["run_dir"])
+    num_inner = _count_inner_steps(arguments, environment.world_size)
     if arguments["micro_batch_size"] is None:
-        arguments["micro_batch_size"] = default_micro_batch_size(arguments["batch_size"])
+        size = arguments["batch_size"]
+        arguments["micro_batch_size"] = max(size // num_inner, 1) if num_inner else default_micro_batch_size(size)
     arguments["pipeline_ranks"] = ranks = _choose_pipeline_ranks(arguments, environment.world_size)
     check_numbers(arguments["batch_size"], arguments["micro_batch_size"], environment.world_size // ranks, advise)
+    samples = num_inner * arguments["micro_batch_size"]
+    if num_inner and arguments["batch_size"] % samples:
+        raise InvalidValue(
+            f"batch_size is {arguments['batch_size']}, the samples of a step of all workers, and {num_inner} inner "
+            f"steps (workers x inner_steps) of whole micro-batches need a multiple of {samples}: give one",
+            code="SS108",
+        )
     config = RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
     if config.shard_copies > 1 and config.shard == "fsdp2":
         raise InvalidValue(
@@ -387,6 +402,25 @@ def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) 
             code="SS104",
         )
     return config
+
+
+def _count_inner_steps(arguments: Mapping[str, Any], world_size: int) -> int:
+    """Return the number of inner steps of all workers in a step; 0 without workers."""
+    workers, inner_steps = (OPTIONS[name].check(name, arguments[name]) for name in ("workers", "inner_steps"))
+    if (workers is None) != (inner_steps is None):
+        raise InvalidValue(
+            f"workers is {workers}, and inner_steps is {inner_steps}: give both, or leave both out", code="SS104"
+        )
+    if workers is None:
+        return 0
+    if world_size > workers:
+        raise InvalidValue(
+            f"{world_size} ranks cannot share {format_count(workers, 'worker')}: start at most {workers}, or begin a "
+            f"run with {advise(workers=world_size)}",
+            code="SS109",
+        )
+    check_positive("batch_size", arguments["batch_size"])
+    return workers * inner_steps  # type: ignore[no-any-return]
 
 
 def _choose_pipeline_ranks(arguments: Mapping[str, Any], world_size: int) -> int:

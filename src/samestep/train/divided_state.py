@@ -142,27 +142,29 @@ class DividedOptimizers(DividedState):
             if source == group.number and param in optimizer.state
         }
         outlines = dict[str, Any]()
-        for of_rank in group.gather({path: (_outline(state), _list_devices(state)) for path, state in own.items()}):
+        for of_rank in group.gather(
+            {path: (outline_states(state), _list_devices(state)) for path, state in own.items()}
+        ):
             outlines |= of_rank
         copied: list[tuple[Optimizer, Tensor, Any]] = []
         for optimizer, path, param, (source, new) in moves:
             if path in own:
                 group.send(list_tensors(own[path]), members.index(new))
             elif path in outlines and new == group.number:
-                outline, devices = outlines[path]
-                copied.append((optimizer, param, self._receive(outline, devices, members.index(source))))
+                outlined, devices = outlines[path]
+                copied.append((optimizer, param, self._receive(outlined, devices, members.index(source))))
         return members, owners, copied
 
-    def _receive(self, outline: Any, devices: Sequence[str], source: int) -> Any:
+    def _receive(self, outlined: Any, devices: Sequence[str], source: int) -> Any:
         """Return the state of a parameter that a rank sends. `devices`: of its tensors."""
-        tensors = list_tensors(outline)
+        tensors = list_tensors(outlined)
         values = [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
         self._group.receive(values, source)
         placed = (
             torch.empty_like(each, device=device).copy_(value)
             for each, device, value in zip(tensors, devices, values, strict=True)
         )
-        return tree_map_only(Tensor, lambda _: next(placed), outline)
+        return tree_map_only(Tensor, lambda _: next(placed), outlined)
 
     def outline(self) -> tuple[dict[str, Any], Share]:
         """Return the objects' states, with tensors on the meta device for those of other ranks. On all ranks.
@@ -248,7 +250,7 @@ class DividedOptimizers(DividedState):
                 for path, param in params.items()
                 if param in states and self.ownership.reports(param)
             }
-        of_ranks = dict(self._group.gather((self._group.number, _outline(own))))  # ranks may have died since
+        of_ranks = dict(self._group.gather((self._group.number, outline_states(own))))  # ranks may have died since
         of_ranks[self._group.number] = own
         members = [*of_ranks]
         return {
@@ -274,7 +276,7 @@ class DividedOptimizers(DividedState):
         return saved
 
 
-def _outline(states: Any) -> Any:
+def outline_states(states: Any) -> Any:
     """Return states with their tensors on the meta device, unless they are empty."""
     return tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, states)
 

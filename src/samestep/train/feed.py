@@ -100,7 +100,7 @@ class Feed:
             if not behind:
                 return [lanes.positions[lane] for lane in sorted(lanes.positions)]
             # A rank has died after it had read them. The rank that reads these lanes now does so again.
-            own = context.build_layout(lanes.num_lanes).ranges[context.group.replica]
+            own = context.divide_step(lanes.num_lanes).ranges[context.group.replica]
             with keeping_generators():
                 for lane in behind:
                     if lane in own:
@@ -114,7 +114,8 @@ class Feed:
     def _open_loader(self, positions: Mapping[int, LanePosition]) -> Loader:
         context = self._context
         most = 0 if self._state.loop.is_past else self.data.spec.num_workers
-        num_workers = self.plan.count_workers(most, rank=context.group.replica, world_size=context.group.num_replicas)
+        held = context.divide_step(self.plan.num_micro_batches).ranges[context.group.replica]
+        num_workers = self.plan.count_workers(most, len(held))
         self._has_workers = num_workers > 0
         spec = replace(self.data.spec, num_workers=num_workers)
         return Loader(spec, self._begin_tasks(), device=context.device, positions=positions)
@@ -126,7 +127,7 @@ class Feed:
             self._loader_begin,
             self._loaded_end,
             rank=context.group.replica,
-            layout=context.build_layout,
+            layout=context.divide_step,
             borrow=self._borrow,
         )
 

@@ -54,10 +54,14 @@ class MisuseChecks(StepObserver):
 
     Args:
         optimizers: those of the run.
+        inner: the one that updates inside the micro-batch loop, which is not checked.
     """
 
-    def __init__(self, objects: Objects, optimizers: Iterable[Optimizer], context: RunContext) -> None:
+    def __init__(
+        self, objects: Objects, optimizers: Iterable[Optimizer], context: RunContext, inner: Optimizer | None = None
+    ) -> None:
         self._objects = objects
+        self._inner = inner
         self._context = context
         self._optimizers = WeakSet(optimizers)
         self._schedules = {name: thing for name, thing in objects.by_name.items() if isinstance(thing, LRScheduler)}
@@ -117,6 +121,8 @@ class MisuseChecks(StepObserver):
         return {param.grad: read_version(param.grad) for param in params if param.grad is not None}
 
     def _check_update(self, optimizer: Optimizer) -> None:
+        if optimizer is self._inner:
+            return
         is_ours = optimizer in self._optimizers
         state = self._context.state
         if not state.is_in_loop:
@@ -201,7 +207,7 @@ class ReplicaChecks:
         self._objects = objects
         self._group = context.group
         self._every = context.config.compare_every if self._group.num_replicas > 1 else None
-        self._is_divided = context.config.shard is not None  # each rank has the optimizers' state of other parameters
+        self._is_divided = context.config.divides_state
         self._alike_at: int | None = None
         self._restored: Mapping[str, int] = {}
 

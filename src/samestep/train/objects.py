@@ -96,14 +96,20 @@ class Objects:
 
     def save(self) -> dict[str, Any]:
         """Return every object's state_dict, with the names of parameters."""
-        states = {
-            name: save_module(thing) if isinstance(thing, nn.Module) else thing.state_dict()
-            for name, thing in self.by_name.items()
-        }
-        for name in self.optimizers:
-            if _identifies_by(int, states[name]):  # not that of a class with a state_dict of its own
-                states[name] = _name_state([*self.name_updated(name)], states[name])
+        states: dict[str, Any] = {}
+        for name, thing in self.by_name.items():
+            if isinstance(thing, nn.Module):
+                states[name] = save_module(thing)
+            else:
+                states[name] = self.save_optimizer(name) if name in self.optimizers else thing.state_dict()
         return states
+
+    def save_optimizer(self, name: str) -> Any:
+        """Return an optimizer's state_dict, with the names of parameters."""
+        state = self.optimizers[name].state_dict()
+        if not _identifies_by(int, state):  # that of a class with a state_dict of its own
+            return state
+        return _name_state([*self.name_updated(name)], state)
 
     def add_groups(self, saved: Mapping[str, Any]) -> None:
         """Add the parameter groups that only a snapshot has, because the loop has added them. For `load`."""
@@ -123,11 +129,13 @@ class Objects:
                 if isinstance(thing, nn.Module):
                     _load_module(thing, saved[name])
                 elif isinstance(thing, Optimizer) and _identifies_by(str, saved[name]):
-                    self._load_optimizer(name, thing, saved[name])
+                    self.load_optimizer(name, saved[name])
                 else:
                     thing.load_state_dict(saved[name])
 
-    def _load_optimizer(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    def load_optimizer(self, name: str, saved: Mapping[str, Any]) -> None:
+        """Restore the state that `save_optimizer` has returned. Raises Error, or what torch raises."""
+        optimizer = self.optimizers[name]
         params = self.name_updated(name)
         paths = [*params]
         groups = optimizer.state_dict()[GROUPS]

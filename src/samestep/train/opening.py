@@ -41,6 +41,7 @@ from samestep.train.lost_copies import LostCopies
 from samestep.train.prepared import Prepared
 from samestep.train.step import Observers, StepObserver, list_borrowed
 from samestep.train.stopping import Services
+from samestep.train.workers import CompleteSnapshots
 from samestep.version import __version__
 from samestep.watch.trackers import TrackerInfo
 from samestep.world.environment import advise
@@ -62,6 +63,12 @@ def open_loop(data: LoopData, context: RunContext, prepared: Prepared, services:
     if data.lanes is not None and context.config.shard == "fsdp2" and context.world_size > 1:
         raise InvalidValue(
             'shard="fsdp2" does not support data that can only be read in order: use shard="optimizer"', code="SS608"
+        )
+    if context.config.workers is not None and data.plan.has_short_step:
+        raise InvalidValue(
+            f"the last step of an epoch is shorter than the {context.config.batch_size} samples that the workers need: "
+            "pass drop_last=True, or use run.steps",
+            code="SS615",
         )
     wait_for_call(context.group, Call.LOOP)
     context.group.agree(
@@ -125,15 +132,17 @@ def _build_observers(data: LoopData, context: RunContext, prepared: Prepared, se
     for interceptor in prepared.interceptors:
         interceptor.begin_loop(parts)
     divided = prepared.divided
-    lost: list[StepObserver] = []
+    first: list[StepObserver] = []
+    if prepared.changes_inside:
+        first.append(CompleteSnapshots(services.snapshotter))
     if (
         isinstance(divided, DividedOptimizers)
         and context.config.shard == "optimizer"
         and context.config.shard_copies > 1
     ):
-        lost.append(LostCopies(divided, prepared.parameters, services.metrics))
+        first.append(LostCopies(divided, prepared.parameters, services.metrics))
     return Observers(
-        [*lost, prepared.parameters, services.metrics, services.stopping, prepared.misuse, *prepared.interceptors],
+        [*first, prepared.parameters, services.metrics, services.stopping, prepared.misuse, *prepared.interceptors],
         prepared.interceptors,
     )
 
@@ -145,6 +154,8 @@ def _announce(data: LoopData, context: RunContext, prepared: Prepared, *, is_end
     last_step = context.state.loop.last_step
     num_ranks = context.group.ranks_per_replica
     division = describe_division(config.batch_size // config.micro_batch_size, context.group.num_replicas, num_ranks)
+    if config.workers is not None:
+        division = f"{format_count(config.workers, 'worker')} on {format_count(context.world_size, 'rank')}"
     if prepared.point.meta is None:
         context.say(division)
         return
@@ -178,6 +189,7 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, prepared
         f'shard="{shard}" (a rank\'s part of the state dies with it{advice})': (
             shard is not None and context.config.shard_copies == 1
         ),
+        "workers (their optimizer's state dies with a rank)": context.config.workers is not None,
         "a run directory that the nodes do not share": context.location.is_replicated,
         **{each.called: True for each in prepared.interceptors if not each.permits_healing},
     }

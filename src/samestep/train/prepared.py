@@ -44,11 +44,12 @@ from samestep.train.objects import (
 from samestep.train.sharded_init import ShardedInit, is_partial
 from samestep.train.staged_state import StagedState, cut_models, divide_models
 from samestep.train.step import PassRunner, Step, StepObserver
+from samestep.train.workers import STATES, WorkerStates, open_workers
 from samestep.world.environment import advise
 
 read_groups = attrgetter("param_groups")
 read_params = itemgetter("params")
-Divided = DividedOptimizers | ShardedState  # state that the ranks divide
+Divided = DividedOptimizers | ShardedState | WorkerStates  # state that the ranks divide
 
 
 class TrainedParameters(StepObserver):
@@ -195,6 +196,7 @@ class Prepared:
         order: the number of each parameter in the models, by id.
         interceptors: change what the run does.
         runner: runs the functions of micro-batches in another way than by calling them; None: none does.
+        changes_inside: whether a pass over a step changes parameters, so that no snapshot can be copied meanwhile.
     """
 
     objects: Objects
@@ -211,6 +213,7 @@ class Prepared:
     order: Mapping[int, int]
     interceptors: Sequence[Interceptor]
     runner: PassRunner | None
+    changes_inside: bool
 
     def sort(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Sort parameters as in the models: the script's order, such as of a set, may decide no bits.
@@ -246,6 +249,9 @@ def prepare_objects(
     config = context.config
     group = context.group
     shard = config.shard if context.world_size > 1 else None
+    workers = open_workers(objects, context)
+    if workers is not None:
+        objects = Objects({**objects.by_name, STATES: workers})
     models = describe_models(objects)
     staged = cut_models(objects, context, stages, keeps_devices=device_map is not None)
     cuts = {"stages": [*staged[0].cuts]} if staged else {}
@@ -273,7 +279,7 @@ def prepare_objects(
             f"leave {what.partition('=')[0]} out",
             code="SS606",
         )
-    divided: Divided | None = None
+    divided: Divided | None = workers
     if parted:
         divided = StagedState(objects, group, parted, divides=shard is not None and group.num_replicas > 1)
     elif shard == "optimizer":
@@ -305,6 +311,7 @@ def prepare_objects(
         models=divided.models if isinstance(divided, ShardedState) else None,
         run_backward=run_backward_alone if runner is None else runner.run_backward,
         tied=None if runner is None else runner.tied,
+        workers=workers,
     )
     optimizers = [*objects.optimizers.values(), *inner]
     return Prepared(
@@ -314,7 +321,7 @@ def prepare_objects(
         contents=contents,
         gradients=gradients,
         divided=divided,
-        misuse=MisuseChecks(objects, optimizers, context),
+        misuse=MisuseChecks(objects, optimizers, context, None if workers is None else workers.optimizer),
         parameters=TrainedParameters(objects, optimizers, gradients),
         replicas=ReplicaChecks(objects, context),
         point=point,
@@ -322,6 +329,7 @@ def prepare_objects(
         order={id(param): number for number, param in enumerate(objects.name_params().values())},
         interceptors=interceptors,
         runner=runner,
+        changes_inside=workers is not None,
     )
 
 

@@ -29,6 +29,7 @@ from samestep.train.prepared import Prepared, prepare_objects, restore_models
 from samestep.train.sharded_init import ShardedInit
 from samestep.train.step import Step, collect_values
 from samestep.train.stopping import Services, report_errors
+from samestep.train.workers import INNER
 from samestep.watch.progress import Progress
 from samestep.watch.trackers import Tracker, Trackers
 from samestep.world.group import find_ranks, open_group
@@ -58,6 +59,8 @@ class Run:
         shard_copies: with `shard="optimizer"`, how many ranks hold the state of each parameter. `samestep launch
             --heal` needs 2, see docs/running.md.
         pipeline: number of stages into which `prepare` cuts the model, see docs/pipeline.md. None: no pipeline.
+        workers, inner_steps: so many workers make so many inner steps each in every step, and the ranks divide the
+            workers, see docs/diloco.md. None: no workers.
         exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, which halves the bytes of
             their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
@@ -120,6 +123,8 @@ class Run:
         shard: Shard | None = None,
         shard_copies: int = 1,
         pipeline: int | None = None,
+        workers: int | None = None,
+        inner_steps: int | None = None,
         exchange_dtype: ExchangeDtype | None = None,
         num_threads: int = 1,
         snapshot_every: int | str | None = "1epochs",
@@ -281,6 +286,7 @@ class Run:
         device_map: Literal["keep"] | None = None,
         shard_blocks: Sequence[type[nn.Module]] | None = None,
         stages: Sequence[str] | None = None,
+        inner_optimizer: torch.optim.Optimizer | None = None,
         **objects: Any,
     ) -> None:
         """Register everything that has a state, and restore it from the newest snapshot. Call it once.
@@ -298,6 +304,7 @@ class Run:
                 None: the modules in each `nn.ModuleList`.
             stages: with `pipeline`, the names of the modules that begin the second and each further stage, such as
                 "blocks.2", in the order in which forward calls them.
+            inner_optimizer: with `workers`, the optimizer of the inner steps, which the run calls.
 
         Raises:
             InvalidType, InvalidValue: an object has no state_dict, a model contains SyncBatchNorm, or an optimizer
@@ -319,6 +326,8 @@ class Run:
         choice(None, "keep")("device_map", device_map)
         if not all(isinstance(block, type) and issubclass(block, nn.Module) for block in shard_blocks or ()):
             raise InvalidType(f"shard_blocks lists classes of modules, not {shard_blocks!r}", code="SS102")
+        if inner_optimizer is not None:
+            objects[INNER] = inner_optimizer
         named = Objects(objects)
         check_objects(named, self._old_params)
         self._prepared = prepared = prepare_objects(

@@ -707,7 +707,7 @@ class Step:
         """
         self.refuse_inside("step.total was called", "call it before the loop, with a function of a micro-batch")
         context = self._parts.context
-        self.held = context.build_layout(len(self.sizes)).ranges[context.group.replica]
+        self.held = context.divide_step(len(self.sizes)).ranges[context.group.replica]
         self._num_ranks = context.world_size
         numbers = {}
         for v in self.borrowed:  # which the loader has before those of this rank

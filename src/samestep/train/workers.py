@@ -1,0 +1,204 @@
+"""The workers of a run whose steps are rounds of DiLoCo: their optimizer, which has a state for each of them.
+
+Each rank has the states of its own workers. A snapshot has those of all workers, so that the ranks can divide the
+workers in another way when the run resumes.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from samestep.console import format_count
+from samestep.errors import InvalidValue, RunDirectoryError, UsageError
+from samestep.plan.tree import build_layout
+from samestep.snapshot.async_copy import Share, locate
+from samestep.snapshot.serialization import SavedState
+from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train.context import RunContext
+from samestep.train.divided_state import outline_states
+from samestep.train.objects import STATE, Objects, list_params, list_tensors
+from samestep.train.step import Step, StepObserver
+from samestep.world.group import Group
+
+INNER = "inner_optimizer"  # its name in `Objects`
+STATES = f"{INNER}.workers"  # the name of the workers' states, which no argument of `Run.prepare` can have
+
+
+class WorkerStates:
+    """The inner optimizer, with a state for each worker of this rank. Between two steps, the optimizer itself has none.
+
+    Is an object with a state beside the inner optimizer, makes the inner steps of the engine's `WorkerSum`, and
+    collects the states of all ranks for a snapshot.
+
+    Args:
+        objects: with the inner optimizer, and without this object.
+
+    Attributes:
+        count, inner_steps: as for `samestep.engine.worker_sum.WorkerUpdates`.
+        optimizer: the inner optimizer.
+    """
+
+    def __init__(self, objects: Objects, group: Group, count: int, inner_steps: int) -> None:
+        self.count = count
+        self.inner_steps = inner_steps
+        self.optimizer = objects.optimizers[INNER]
+        self._objects = objects
+        self._group = group
+        self._states: dict[int, dict[Any, Any]] = {}
+        for worker in build_layout(count, group.num_replicas).ranges[group.replica]:
+            self._states[worker] = {param: deepcopy(state) for param, state in self.optimizer.state.items()}
+        self.optimizer.state.clear()
+        self._is_updating = False
+        self.optimizer.register_step_pre_hook(self._refuse_call)
+
+    def _keep_state(self, worker: int) -> None:
+        """Move the optimizer's state to a worker."""
+        self._states[worker] = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+
+    def update(self, worker: int) -> None:
+        """Update the parameters from their gradients, with the state of a worker of this rank.
+
+        What the script's hooks change in the settings holds for this update.
+        """
+        groups = self.optimizer.param_groups
+        settings = [{**group} for group in groups]
+        self.optimizer.state.update(self._states[worker])
+        self._is_updating = True
+        self.optimizer.step()
+        self._is_updating = False
+        self._keep_state(worker)
+        for group, before in zip(groups, settings, strict=True):  # a hook's changes must not reach the next worker
+            group.update(before)
+
+    def _refuse_call(self, *_: Any) -> None:
+        if not self._is_updating:
+            raise UsageError(
+                "the script has called inner_optimizer.step(), which the run calls at the end of each inner step: "
+                "remove the call; for what belongs before it, use inner_optimizer.register_step_pre_hook",
+                code="SS615",
+            )
+
+    # --- snapshots --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of this rank's workers, with the names of parameters."""
+        names = {param: name for name, param in self._objects.name_updated(INNER).items()}
+        return {
+            str(worker): {names[param]: state for param, state in states.items()}
+            for worker, states in self._states.items()
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the states of this rank's workers."""
+        settings = self._objects.save_optimizer(INNER)
+        for worker in self._states:
+            self._objects.load_optimizer(INNER, {**settings, STATE: saved[str(worker)]})
+            self._keep_state(worker)
+
+    def outline(self) -> tuple[dict[str, Any], Share]:
+        """Return the objects' states, with tensors on the meta device for those of other ranks. On all ranks."""
+        of_ranks = self._exchange_outlines()
+        rank = self._group.rank
+        own = {locate(tensor) for tensor in list_tensors(of_ranks[rank])}
+
+        def is_mine(tensor: Tensor) -> bool:
+            """Rank 0 stores what is the same on all ranks, too."""
+            return not tensor.is_meta and (rank == 0 or locate(tensor) in own)
+
+        return self._merge(of_ranks), Share(is_mine, rank, self._group.world_size)
+
+    def collect(self) -> dict[str, Any]:
+        """Return the objects' states, on rank 0 with those of all workers. On all ranks."""
+        of_ranks = self._exchange_outlines()
+        if self._group.rank:  # it has no values of the others
+            own = of_ranks[self._group.rank]
+            self._group.send(list_tensors(own), target=0)
+            return self._merge([own])
+        for source in range(1, self._group.world_size):
+            of_ranks[source] = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), of_ranks[source])
+            self._group.receive(list_tensors(of_ranks[source]), source)
+        return self._merge(of_ranks)
+
+    def select(self, saved: SavedState) -> dict[str, Any]:
+        """Return the objects' states in a snapshot, without those of other ranks' workers."""
+        objects = dict(saved.contents["objects"])
+        if len(objects[STATES]) != self.count:
+            raise RunDirectoryError(
+                f"the snapshot has {len(objects[STATES])} workers, and this run has {self.count}: give as many",
+                code="SS412",
+            )
+        objects[STATES] = {str(worker): objects[STATES][str(worker)] for worker in self._states}
+        return objects
+
+    def check_optimizers(self) -> None:
+        """Raise InvalidValue if the inner optimizer updates other parameters than the others do together."""
+        others = {
+            param
+            for optimizer in self._objects.optimizers.values()
+            if optimizer is not self.optimizer
+            for param in list_params(optimizer)
+        }
+        if others != {*list_params(self.optimizer)}:
+            raise InvalidValue(
+                "inner_optimizer has other parameters than the optimizers of the steps: give both the same ones",
+                code="SS615",
+            )
+
+    def check_living(self) -> None:
+        """No rank of such a run continues after the death of another one."""
+
+    def _exchange_outlines(self) -> list[dict[str, Any]]:
+        """Return the workers' states of each rank. Tensors of other ranks are on the meta device."""
+        own = self.state_dict()
+        of_ranks = self._group.gather(outline_states(own))
+        of_ranks[self._group.rank] = own
+        return of_ranks
+
+    def _merge(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        workers = {worker: states for of_rank in of_ranks for worker, states in of_rank.items()}
+        return {**self._objects.save(), STATES: workers}
+
+
+class CompleteSnapshots(StepObserver):
+    """Waits for snapshots before a step, in which the inner steps change what is being copied."""
+
+    def __init__(self, snapshotter: Snapshotter) -> None:
+        self._snapshotter = snapshotter
+
+    def begin_pass(self, step: Step) -> None:
+        self._snapshotter.wait_until_written()
+
+
+def open_workers(objects: Objects, context: RunContext) -> WorkerStates | None:
+    """Return the workers of a run; None without workers.
+
+    Raises:
+        InvalidValue: there is an inner optimizer and no workers, or the reverse, or an option does not support workers.
+    """
+    config = context.config
+    inner = objects.optimizers.get(INNER)
+    if (inner is None) != (config.workers is None):
+        raise InvalidValue(
+            f"run.prepare got {'no' if inner is None else 'an'} {INNER}, and the run has "
+            f"{'no workers' if config.workers is None else format_count(config.workers, 'worker')}: pass both "
+            f"samestep.Run(workers=...) and run.prepare({INNER}=...), or none",
+            code="SS104",
+        )
+    if config.workers is None or config.inner_steps is None:
+        return None
+    refused = {
+        f'shard="{config.shard}"': config.shard is not None,
+        "pipeline": config.pipeline is not None,
+        'precision="fp16"': config.precision == "fp16",
+        "check_compute_every": config.check_compute_every is not None,
+        "LBFGS": isinstance(inner, torch.optim.LBFGS),
+    }
+    if name := next((each for each, is_there in refused.items() if is_there), ""):
+        raise InvalidValue(f"{name} is not available with workers: leave one of them out", code="SS615")
+    return WorkerStates(objects, context.group, config.workers, config.inner_steps)

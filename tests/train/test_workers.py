@@ -1,0 +1,180 @@
+"""A run whose steps are rounds of workers has the same bits at any number of ranks, and those of DiLoCo by hand."""
+
+import copy
+import functools
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pipeline.piped import CASES, Samples, digest
+from support.runs import read_bits
+from torch import Tensor, nn
+
+import samestep
+
+WORKERS, INNER_STEPS, ROUNDS = 4, 3, 4
+OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+SETTINGS: dict[str, Any] = {"batch_size": 48, "workers": WORKERS, "inner_steps": INNER_STEPS, "device": "cpu"}
+
+
+def train(
+    kind: str, run_dir: Path | None = None, *, ends_by: int = 0, scales: bool = False, inner: Any = torch.optim.AdamW,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train a model. Returns what must be the same at any number of ranks, on rank 0.
+
+    Args:
+        ends_by: the signal that the rank of the last worker gets in its second inner step of step 1.
+    """
+    build, shape, _ = CASES[kind]
+    run: Any = samestep.Run(run_dir, **{"snapshot_every": 1, "log_every": 1} | SETTINGS | options)
+    model: Any = build()
+    inner = inner(model.parameters(), lr=1e-2)
+    outer = OUTER(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 2, 0.9)
+    run.prepare(model=model, optimizer=outer, inner_optimizer=inner, schedule=schedule)
+
+    def scale(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        inner.param_groups[0]["lr"] = 0.01 / (1 + step.number * INNER_STEPS + step.micro_batch % INNER_STEPS)
+        inner.param_groups[0]["weight_decay"] *= 2  # in each inner step from the same value
+
+    if scales:
+        inner.register_step_pre_hook(scale)
+    seen: list[Any] = []
+    for step in run.steps(Samples(shape), ROUNDS):
+        for x, y in step:
+            with run.autocast():
+                out = model(x)
+            step.backward(F.cross_entropy(out.float().flatten(0, -2), y.flatten()), weight=float(y.sum()) + 1)
+            step.log(drawn=torch.rand(()))
+            if ends_by and (step.number, step.micro_batch) == (1, 10):
+                os.kill(os.getpid(), ends_by)
+        norm = run.clip_grad_norm_(model.parameters(), 10.0)
+        outer.step()
+        schedule.step()
+        seen.append((norm.item().hex(), sorted(step.metrics.items())))
+    states = run._prepared.collect_states()
+    return {"seen": seen, "state": digest(states) if run.rank == 0 else ""}
+
+
+@functools.cache
+def train_alone(kind: str, **options: Any) -> dict[str, Any]:
+    return train(kind, **options)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+def test_same_bits(kind: str, num_ranks: int, tmp_path: Path) -> None:
+    assert samestep.spawn(train, num_ranks, (kind, tmp_path / "several")) == train_alone(kind)
+    samestep.spawn(train, 1, (kind, tmp_path / "one"))
+    assert read_bits(tmp_path / "several") == read_bits(tmp_path / "one")
+
+
+@pytest.mark.parametrize("options", [
+    {"micro_batch_size": 2},
+    {"scales": True},
+    {"exchange_dtype": "bf16"},
+    {"precision": "bf16"},
+    {"kind": "resnet"},
+    {"inner": torch.optim.Adagrad},
+    {"workers": 6, "inner_steps": 2},
+], ids=str)  # fmt: skip
+def test_same_bits_with(options: dict[str, Any]) -> None:
+    given = {"kind": "gpt"} | options
+    expected = train_alone(**given)
+    assert expected != train_alone("gpt")
+    assert samestep.spawn(train, 3, (), given) == expected
+
+
+@pytest.mark.parametrize(("ends_by", "steps_done"), [(signal.SIGTERM, 2), (signal.SIGKILL, 1)])
+def test_ended_in_a_round_and_resumed_on_other_ranks(ends_by: int, steps_done: int, tmp_path: Path) -> None:
+    """The snapshot of each round is complete when the next one begins."""
+    with suppress(RuntimeError):  # of the killed rank
+        samestep.spawn(train, 3, ("gpt", tmp_path / "parts"), {"ends_by": ends_by})
+    samestep.spawn(train, 4, ("gpt", tmp_path / "parts"), {"resume": steps_done, "max_steps": 3})
+    found = samestep.spawn(train, 2, ("gpt", tmp_path / "parts"))
+    assert found["state"] == train_alone("gpt")["state"]
+    samestep.spawn(train, 1, ("gpt", tmp_path / "whole"))
+    assert read_bits(tmp_path / "parts") == read_bits(tmp_path / "whole")
+
+
+def test_the_bits_of_a_plain_loop() -> None:
+    run: Any = samestep.Run(None, **SETTINGS)
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 5))
+    plain = copy.deepcopy(model)
+    optimizer, outer = (OUTER(each.parameters()) for each in (model, plain))
+    inner, *inners = (torch.optim.AdamW(each.parameters()) for each in (model, *[plain] * WORKERS))
+    run.prepare(model=model, optimizer=optimizer, inner_optimizer=inner)
+    rounds: list[list[Any]] = []
+    for step in run.steps(Samples((8,)), ROUNDS):
+        rounds.append([])
+        for x, y in step:
+            rounds[-1].append((x.clone(), y.clone()))
+            step.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+    for batches in rounds:
+        start = [param.detach().clone() for param in plain.parameters()]
+        changes: list[list[Tensor]] = []
+        for worker, each in enumerate(inners):
+            for x, y in batches[worker * INNER_STEPS : (worker + 1) * INNER_STEPS]:
+                each.zero_grad()
+                F.cross_entropy(plain(x), y).backward()
+                each.step()
+            changes.append([before - param.detach() for before, param in zip(start, plain.parameters(), strict=True)])
+            plain.load_state_dict(dict(zip(plain.state_dict(), start, strict=True)))
+        for param, (a, b, c, d) in zip(plain.parameters(), zip(*changes, strict=True), strict=True):
+            param.grad = ((a + b) + (c + d)) / WORKERS
+        outer.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def train_badly(
+    *, inner: Any = torch.optim.SGD, only: str = "", calls: bool = False, passes: int = 1, epochs: bool = False,
+    num_ranks: int = 1, **options: Any,
+) -> None:  # fmt: skip
+    settings = {"batch_size": 8, "workers": 2, "inner_steps": 2, "device": "cpu"}
+    run: Any = samestep.Run(None, **settings | options)  # type: ignore[arg-type]
+    model = nn.Linear(2, 1)
+    updated = [getattr(model, only)] if only else model.parameters()
+    given = None if inner is None else inner(updated, lr=0.1)
+    run.prepare(model=model, optimizer=OUTER(model.parameters()), inner_optimizer=given)
+    for step in next(run.epochs(torch.ones(12, 2), 1)) if epochs else run.steps(torch.ones(12, 2), 1):
+        for _ in range(passes):
+            for x in step:
+                step.backward(model(x).mean())
+                if calls:
+                    given.step()
+
+
+@pytest.mark.parametrize(("bad", "sentence"), [
+    ({"inner": None}, "run.prepare got no inner_optimizer, and the run has 2 workers"),
+    ({"workers": None, "inner_steps": None}, "run.prepare got an inner_optimizer, and the run has no workers"),
+    ({"inner_steps": None}, "workers is 2, and inner_steps is None"),
+    ({"batch_size": 6}, "need a multiple of 4"),
+    ({"batch_size": 3}, "need a multiple of 4"),
+    ({"micro_batch_size": 4}, "need a multiple of 16"),
+    ({"shard": "optimizer"}, 'shard="optimizer" is not available with workers'),
+    ({"pipeline": 1}, "pipeline is not available with workers"),
+    ({"precision": "fp16"}, 'precision="fp16" is not available with workers'),
+    ({"check_compute_every": 2}, "check_compute_every is not available with workers"),
+    ({"inner": torch.optim.LBFGS}, "LBFGS is not available with workers"),
+    ({"only": "weight"}, "inner_optimizer has other parameters"),
+    ({"calls": True}, "the script has called inner_optimizer.step()"),
+    ({"passes": 2}, "step 0 was iterated over twice"),
+    ({"num_ranks": 3}, "3 ranks cannot share 2 workers: start at most 2"),
+    ({"epochs": True}, "the last step of an epoch is shorter than the 8 samples"),
+], ids=str)  # fmt: skip
+def test_refused(bad: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(samestep.Error, match=re.escape(sentence)):
+        samestep.spawn(train_badly, bad.get("num_ranks", 1), (), bad)
