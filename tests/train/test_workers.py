@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline.piped import CASES, Samples, digest
+from pipeline.piped import CASES, build_data, digest
 from support.runs import read_bits
 from torch import Tensor, nn
 
@@ -48,7 +48,7 @@ def train(
     if scales:
         inner.register_step_pre_hook(scale)
     seen: list[Any] = []
-    for step in run.steps(Samples(shape), ROUNDS):
+    for step in run.steps(build_data(shape), ROUNDS):
         for x, y in step:
             with run.autocast():
                 out = model(x)
@@ -113,7 +113,7 @@ def test_the_bits_of_a_plain_loop() -> None:
     inner, *inners = (torch.optim.AdamW(each.parameters()) for each in (model, *[plain] * WORKERS))
     run.prepare(model=model, optimizer=optimizer, inner_optimizer=inner)
     rounds: list[list[Any]] = []
-    for step in run.steps(Samples((8,)), ROUNDS):
+    for step in run.steps(build_data((8,)), ROUNDS):
         rounds.append([])
         for x, y in step:
             rounds[-1].append((x.clone(), y.clone()))
