@@ -61,8 +61,8 @@ def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:
 class Ranks:
     """Passes over parameters on this rank."""
 
-    def __init__(self, *, cap_bytes: int = 200, copies: int = 0) -> None:
-        exchange.MAX_BUCKET_BYTES = cap_bytes
+    def __init__(self, copies: int = 0) -> None:
+        exchange.MAX_BUCKET_BYTES = 200
         self.params = build_params()
         self.group = group = open_group(read_environment(), torch.device("cpu"))
         self.gradients = Gradients(
@@ -115,7 +115,7 @@ def use_some(v: int) -> tuple[int, ...]:
 def reduce_some(gather_max_bytes: int, copies: int) -> list[list[bytes | None]]:
     """Return the gradients of passes of all lengths. What remains of one must not change the next."""
     routes.GATHER_MAX_BYTES = gather_max_bytes
-    ranks = Ranks(copies=copies)
+    ranks = Ranks(copies)
     return [gather(ranks, ranks.run(n, use_some)) for n in LENGTHS]
 
 

@@ -8,7 +8,6 @@ from typing import IO
 
 import psutil
 from support.commands import Popen
-from support.hosts import Host
 from support.waiting import DEADLINE_S, wait_until
 
 
@@ -31,13 +30,11 @@ class Command:
         *arguments: str,
         program: str = "samestep",
         stdout: int | IO[str] = subprocess.PIPE,
-        host: Host | None = None,
         real: bool = False,
     ) -> Popen:
-        """Start it in its own process group, as a shell does. `host`: on another host. `real`: in a new interpreter."""
+        """Start it in its own process group, as a shell does. `real`: in a new interpreter."""
         process = Popen(
             [sys.executable, *(["-m", program] if program else []), *arguments],
-            host=host,
             real=real,
             cwd=self.directory,
             env=self.variables,
@@ -50,8 +47,8 @@ class Command:
         self.started.append(process)
         return process
 
-    def run(self, *arguments: str, program: str = "samestep", real: bool = False) -> subprocess.CompletedProcess[str]:
-        return self.finish(self.start(*arguments, program=program, real=real))
+    def run(self, *arguments: str, program: str = "samestep") -> subprocess.CompletedProcess[str]:
+        return self.finish(self.start(*arguments, program=program))
 
     def finish(self, process: Popen) -> subprocess.CompletedProcess[str]:
         out, err = process.communicate(timeout=DEADLINE_S)
