@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_overflow_halves_the_scale_and_refuses_the_gradient() -> None:
+    """A gradient that is finite at no scale is an error."""
     precision = MixedPrecision("fp16", CPU)
     before = precision.scale
     assert precision.accepts([torch.ones(3)])
@@ -24,10 +25,6 @@ def test_overflow_halves_the_scale_and_refuses_the_gradient() -> None:
     assert precision.scale == before / 2
     assert not precision.accepts([torch.tensor([math.nan])])
     assert math.log2(precision.scale).is_integer()
-
-
-def test_a_gradient_that_is_finite_at_no_scale_is_an_error() -> None:
-    precision = MixedPrecision("fp16", CPU)
     with pytest.raises(samestep.Error, match="at every loss scale"):
         for _ in range(100):
             precision.accepts([torch.tensor([math.nan])])

@@ -334,7 +334,8 @@ def test_the_audit_catches(fault: str, run: Path) -> None:
     assert [step["samples"] is None for step in shown["steps"]] == [step == 4 for step in range(9)]
 
 
-def test_a_hole_in_the_ledger_is_caught(run: Path) -> None:
+def test_records_that_a_ledger_lacks(run: Path) -> None:
+    """In the middle, and at its end."""
     write_ledger(run, plan_steps(4, shuffled))
     with open(run / "ledger.bin", "r+b") as file:
         file.seek(2 * RECORD.size)
@@ -342,10 +343,6 @@ def test_a_hole_in_the_ledger_is_caught(run: Path) -> None:
     problem = "step 2: the ledger has no record of it, ledger.bin was truncated"
     out = inspect(run, "--samples", code=1)
     assert out.endswith(f"audit failed:\n  {problem}\n"), "and its samples are not reported"
-
-
-def test_a_ledger_that_ends_before_its_run(run: Path) -> None:
-    write_ledger(run, plan_steps(4, shuffled))
     os.truncate(run / "ledger.bin", 2 * RECORD.size + 5)
     assert inspect(run, "--samples").endswith("\naudit passed: epoch 0 is incomplete, no sample twice\n")
     (run / "status.json").write_text(json.dumps({"status": "done", "steps": 4}))

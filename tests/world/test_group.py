@@ -384,13 +384,11 @@ def test_an_unknown_process_is_refused() -> None:
         connect(Alone(meet=knock), check)
 
 
-def test_this_machine_is_known() -> None:
-    """Without its identity, ranks on one machine would not use local sockets, and would notice no rank that stops."""
+def test_this_machine_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its identity, ranks on one machine would not use local sockets, and would notice no rank that stops.
+    A container may hide /proc/sys.
+    """
     assert read_host_id("net").startswith(Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "-")
-
-
-def test_a_machine_that_cannot_be_identified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that hides /proc/sys."""
 
     def forbid(path: Path) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", path)
