@@ -225,14 +225,6 @@ def test_a_part_that_lacks_rows(store: Store) -> None:
 # --- pruning and cleaning -----------------------------------------------------------------------------------------
 
 
-def test_pruning_keeps_the_newest_of_each_name(store: Store) -> None:
-    write(store, *range(1, 6))
-    write(store, 1, 2, name="best")
-    store.prune(2)
-    assert list_steps(store) == [(2, "best"), (4, None), (5, None)]
-    assert len(os.listdir(store.path)) == 3
-
-
 def test_pruning_never_removes_the_newest_sound_one(store: Store) -> None:
     write(store, 1, 2, 3)
     flip(store.path / "step-00000003" / PARTS[0], 5)
