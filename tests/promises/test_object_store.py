@@ -204,14 +204,6 @@ def test_a_later_writer_ends_the_earlier_one(cluster: Cluster) -> None:
     assert "step-00000006" not in cluster.snapshots()
 
 
-def test_fresh(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    cluster.spawn(0, 1, max_steps=4)
-    shutil.copytree(cluster.store, cluster.store.with_name("run-2"))
-    cluster.spawn(0, env={"SAMESTEP_FRESH": "1"})
-    cluster.store = cluster.store.with_name("run-3")
-    assert cluster.outcome() == undisturbed()
-
-
 def train_on_nodes(place: Path, url: str) -> None:
     """As one of two ranks, on nodes with separate working copies."""
     enter_node([place / "node-0", place / "node-1"])
@@ -265,6 +257,9 @@ def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) 
 def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """Another run is refused, --fresh uses a URL beside it, and a removed run does not resume from its working copy."""
     cluster.spawn(0, 1, max_steps=4)
+    shutil.copytree(cluster.store, cluster.store.with_name("run-2"))
+    cluster.spawn(0, env={"SAMESTEP_FRESH": "1"})
+    assert read_outcome(cluster.store.with_name("run-3")) == undisturbed()
     with pytest.raises(Error, match=r"holds another run \(seed 5 there, 6 here\)"):
         cluster.spawn(0, 1, seed=6)
     with pytest.raises(Error, match="already has snapshots and resume is never"):
@@ -272,4 +267,4 @@ def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> No
     shutil.rmtree(cluster.store)
     cluster.spawn(0)
     assert cluster.outcome() == undisturbed()
-    assert len(list(cluster.machine(0).iterdir())) == 2
+    assert len(list(cluster.machine(0).iterdir())) == 3

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.tiny import MICRO_BATCH_SIZE, NUM_SAMPLES, Pairs, Stream, Tiny, learn, tiny_run, update
+from support.tiny import NUM_SAMPLES, Pairs, Stream, Tiny, learn, tiny_run, update
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
@@ -356,14 +356,10 @@ DATA: dict[str, Mistake] = {
     "a data set without a length": at_start(r"Unsized has no len\(\)", data=Unsized()),
     "an IterableDataset": at_start(
         r"Stream is a stream without indexing, .*: pass it to run\.steps", data=Stream()),
-    "a DistributedSampler": at_start(
-        r"the DataLoader has its own sampler, a DistributedSampler, but the run chooses the samples",
-        data=DataLoader(Pairs(), MICRO_BATCH_SIZE, sampler=DistributedSampler(Pairs(), num_replicas=2, rank=0))),
     "a sampler that is a list": at_start(
         r"sampler must be a function, sampler\(epoch\) -> .* not a list", sampler=[1, 2]),
     "a sampler of torch's": at_start(
         r"sampler must be a function, .* not a DistributedSam", sampler=DistributedSampler(Pairs(), 2, 0)),
-    "a sampler of nothing": at_start(r"sampler\(0\) gave something else than indices", sampler=lambda epoch: []),
     "a sampler and shuffle": at_start(
         r"sampler and shuffle=True were both given: .* leave shuffle out", sampler=range, shuffle=True),
     "a sampler that draws from a generator of its own": at_start(
@@ -478,8 +474,6 @@ RANKS: dict[str, Mistake] = {
     "run.evaluate on one": in_loop(
         r"rank 0 has called run\.evaluate, and rank 1 has not: call it on every rank",
         after_epoch=lambda t: t.run.rank == 0 and t.run.evaluate(score, Pairs(5))),
-    "a result of run.once that does not travel": at_start(
-        r"rank 0 cannot send a value to the other ranks", do=lambda t: t.run.once(lambda: (x for x in "ab"))),
 }  # fmt: skip
 
 # --- no mistakes ------------------------------------------------------------------------------------------------------
