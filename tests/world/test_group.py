@@ -51,13 +51,6 @@ def on_ranks(num_ranks: int, fn: Callable[[Group], Any]) -> list[Any]:
     return samestep.spawn(call, num_ranks)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_gather_and_broadcast(num_ranks: int) -> None:
-    assert on_ranks(num_ranks, lambda group: group.rank) == list(range(num_ranks))
-    last = num_ranks - 1
-    assert on_ranks(num_ranks, lambda group: group.broadcast(group.rank, last)) == [last] * num_ranks
-
-
 @pytest.mark.parametrize("compares", [True, False])
 def test_ranks_with_another_torch(compares: bool) -> None:
     """They do not form a group, except for the doctor, which reports this and all other problems."""
