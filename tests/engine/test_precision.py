@@ -16,18 +16,12 @@ from samestep.train.determinism import read_float32_settings, use_tf32
 CPU = torch.device("cpu")
 
 
-def test_overflow_halves_the_scale_and_refuses_the_gradient() -> None:
-    """A gradient that is finite at no scale is an error."""
+def test_a_gradient_that_is_finite_at_no_scale_is_an_error() -> None:
+    """(That an overflow halves the scale is in promises/cases.py.)"""
     precision = MixedPrecision("fp16", CPU)
-    before = precision.scale
-    assert precision.accepts([torch.ones(3)])
-    assert not precision.accepts([torch.ones(3), torch.tensor([1.0, math.inf])])
-    assert precision.scale == before / 2
-    assert not precision.accepts([torch.tensor([math.nan])])
-    assert math.log2(precision.scale).is_integer()
     with pytest.raises(samestep.Error, match="at every loss scale"):
         for _ in range(100):
-            precision.accepts([torch.tensor([math.nan])])
+            assert not precision.accepts([torch.tensor([math.nan])])
 
 
 def test_scale_grows_after_many_good_steps_and_is_restored() -> None:
