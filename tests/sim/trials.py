@@ -27,9 +27,13 @@ SCRIPTS = Path(__file__).parent / "scripts"
 MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what differs from run to run
 DAMAGE = ("cannot be used", "is shorter than", "was changed during")
 MISTAKE = 2  # exit code
-UNHEALED = ("have not formed a new group", "the ledger lacks")  # with --heal
-REASON = re.compile(r"do not continue, because (.*?)(: |$)")
 TWINS = "had 2 copies"  # of the state, which died with two ranks
+# Why ranks do not continue after a death (docs/dev/healing.md).
+LIMITS = (
+    "not all had begun a loop", "one had already ended its script", "has a further pass", "died in a further pass",
+    "died before it sent the values", "is lost with the rank that was writing it", TWINS,
+)  # fmt: skip
+REASON = re.compile(r"do not continue, because (.*?)(: |$)")
 MAX_APART = 2  # steps, of the deaths of two ranks that held a part: later, a third one has it
 MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be the next one
 STOPPED = (0, 75, 128 + 15)
@@ -223,7 +227,7 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
             raise Violation(line)
     if kinds == {"kill"} and not is_too_short:
         for line in lines:
-            if any(why in line for why in UNHEALED):
+            if REASON.search(line) and not any(limit in line for limit in LIMITS):
                 raise Violation(line)
     for process in launch.processes:
         if process.num_lines_before is not None:
