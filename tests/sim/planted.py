@@ -402,7 +402,7 @@ PLANTED = (
     ),
     _twins(
         "the norm lacks the gradients of a dead owner", "engine/ownership.py",
-        "if ownership.holds(params[i])}", "if ownership.find(params[i])[:1] == (group.number,)}", script="batchnorm",
+        "if ownership.reports(params[i])}", "if ownership.find(params[i])[:1] == (group.number,)}", script="batchnorm",
     ),
     _twins(
         "after a death, parameters are sent by a rank that has not updated them", "engine/ownership.py",
@@ -428,7 +428,7 @@ PLANTED = (
     ),
     _twins(
         "a rank contributes only what it would store", "train/divided_state.py",
-        "if param in states and self.ownership.holds(param)",
+        "if param in states and self.ownership.reports(param)",
         "if self.ownership.find_first(param, self._group.members) == self._group.number",
         scenario="seed=1 script=mlp shard=optimizer owners=2 every=5 steps=5 | 3 heal kill@1782/0 | 1",
     ),
