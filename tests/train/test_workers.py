@@ -23,6 +23,20 @@ OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 SETTINGS: dict[str, Any] = {"batch_size": 48, "workers": WORKERS, "inner_steps": INNER_STEPS, "device": "cpu"}
 
 
+class Unusual(torch.optim.SGD):
+    """Its learning rate is a tensor that changes in place, it adds a setting, and it has a state of no parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, torch.tensor(lr))
+
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        group["calls"] = group.get("calls", 0) + 1
+        self.state["all"]["calls"] = self.state["all"].get("calls", 0) + 1
+        group["lr"].mul_(0.9 ** (group["calls"] + self.state["all"]["calls"]))
+        return super().step(closure)
+
+
 def train(
     kind: str, run_dir: Path | None = None, *, ends_by: int = 0, scales: bool = False, inner: Any = torch.optim.AdamW,
     **options: Any,
@@ -84,6 +98,7 @@ def test_same_bits(kind: str, num_ranks: int, tmp_path: Path) -> None:
     {"precision": "bf16"},
     {"kind": "resnet"},
     {"inner": torch.optim.Adagrad},
+    {"inner": Unusual},
     {"workers": 6, "inner_steps": 2},
 ], ids=str)  # fmt: skip
 def test_same_bits_with(options: dict[str, Any]) -> None:

@@ -68,13 +68,18 @@ class WorkerStates:
         """
         groups = self.optimizer.param_groups
         settings = [{**group} for group in groups]
+        tensors = list_tensors([[value for key, value in group.items() if key != "params"] for group in groups])
+        values = [tensor.clone() for tensor in tensors]  # a learning rate can be a tensor, which a hook changes in place
         self.optimizer.state.update(self._states[worker])
         self._is_updating = True
         self.optimizer.step()
         self._is_updating = False
         self._keep_state(worker)
         for group, before in zip(groups, settings, strict=True):  # a hook's changes must not reach the next worker
+            group.clear()
             group.update(before)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
 
     def _refuse_call(self, *_: Any) -> None:
         if not self._is_updating:
@@ -88,9 +93,9 @@ class WorkerStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of this rank's workers, with the names of parameters."""
-        names = {param: name for name, param in self._objects.name_updated(INNER).items()}
+        names: dict[Any, str] = {param: name for name, param in self._objects.name_updated(INNER).items()}
         return {
-            str(worker): {names[param]: state for param, state in states.items()}
+            str(worker): {names.get(key, key): state for key, state in states.items()}
             for worker, states in self._states.items()
         }
 
