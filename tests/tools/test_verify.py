@@ -50,7 +50,7 @@ def test_a_sound_script_is_the_same_everywhere_and_nothing_of_it_is_left(tmp_pat
     sizes = [row[1] for row in interrupted]
     assert all(one != other for one, other in pairwise(sizes))
     assert not interrupted[-1][2].startswith("0-"), "it was resumed from a snapshot"
-    assert "skipped: 5 ranks, because the number of micro-batches of a step is 4" in printed
+    assert "skipped: 5 ranks, because a step has work for 4 at most" in printed
     assert printed.endswith("everything is the same\n")
     assert [path.name for path in tmp_path.iterdir()] == ["planted.py"], "the script's own run directory is unchanged"
 
@@ -326,6 +326,28 @@ def test_each_map_of_the_stages_of_a_pipeline(tmp_path: Path, step: int) -> None
         assert "step 0 is not the same on 2 pipelines of 1 rank and on 1 rank" in printed
     else:
         assert printed.endswith("everything is the same\n")
+
+
+ROUNDS = """
+import torch, samestep
+run = samestep.Run("runs/rounds", batch_size=8, micro_batch_size=2, workers=2, inner_steps=2)
+model = torch.nn.Linear(2, 1)
+inner = torch.optim.Adam(model.parameters())
+outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9)
+run.prepare(model=model, optimizer=outer, inner_optimizer=inner)
+for step in run.steps(torch.ones(16, 2), 2):
+    for x in step:
+        step.backward(model(x).square().mean())
+    outer.step()
+"""
+
+
+def test_more_ranks_than_workers_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "rounds.py").write_text(ROUNDS)
+    words = ["--world-sizes", "1,2,3", "--kills", "0", "rounds.py"]
+    printed = check(samestep_command("verify", *words, cwd=tmp_path), 0).stdout
+    assert "skipped: 3 ranks, because a step has work for 2 at most" in printed
+    assert printed.endswith("everything is the same\n")
 
 
 # --- --plain ----------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ class Trace(Tracer):
                 {
                     "world_size": self.context.world_size,
                     "begin": step.number,
-                    "num_micro_batches": settings.batch_size // settings.micro_batch_size,
+                    "most_replicas": settings.workers or settings.batch_size // settings.micro_batch_size,
                     "micro_batch_size": settings.micro_batch_size,
                     "pipeline": settings.pipeline,
                     "pipeline_ranks": self.context.group.ranks_per_replica,

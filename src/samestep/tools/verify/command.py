@@ -351,7 +351,7 @@ class _Verification:
         """Train on all numbers of ranks and in all modes. If all is the same, also with deaths and interruptions."""
         setup = Setup(world_sizes[0], modes[0])
         self._reference = self._run_reference(setup)
-        most, stages = (self._reference.settings[name] for name in ("num_micro_batches", "pipeline"))
+        most, stages = (self._reference.settings[name] for name in ("most_replicas", "pipeline"))
         # The first map of each number of ranks is the default.
         maps = [
             (size, ranks)
@@ -367,7 +367,7 @@ class _Verification:
         if not self._run_and_compare("again", setup, hash_seed="1"):
             return  # a difference between two equal runs would appear in all comparisons
         if skipped := ", ".join(str(size) for size in world_sizes if size not in allowed):
-            self.lines.append(f"skipped: {skipped} ranks, because the number of micro-batches of a step is {most}")
+            self.lines.append(f"skipped: {skipped} ranks, because a step has work for {most} at most")
         setups = [
             Setup(size, mode, None if stages is None else ranks)
             for mode in modes
