@@ -69,7 +69,7 @@ class WorkerStates:
         groups = self.optimizer.param_groups
         settings = [{**group} for group in groups]
         tensors = list_tensors([[value for key, value in group.items() if key != "params"] for group in groups])
-        values = [tensor.clone() for tensor in tensors]  # a learning rate can be a tensor, which a hook changes in place
+        values = [tensor.clone() for tensor in tensors]  # a hook can change a learning rate in place
         self.optimizer.state.update(self._states[worker])
         self._is_updating = True
         self.optimizer.step()
