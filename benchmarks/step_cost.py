@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from common import (
     print_machine,
     print_table,
 )
+from default_cost import WORKLOADS, run_by_hand
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -50,6 +52,7 @@ NUM_SAMPLES = 2048
 SAMPLES_PER_RANK = 32
 OURS, SEEDS, ACCELERATE, LIGHTNING = "samestep", "DDP loop", "Accelerate", "Lightning"
 FLOOR, BARE = "forward, backward, Adam alone", "the same and loading the samples"
+BY_HAND = "a loop by hand with the same guarantees"
 ALL_REDUCE, GATHER = "all-reduce of the gradient alone", "all-gather of it alone"
 SOCKETS = "the same over sockets"
 # (contestant to compare with, ranks) -> the largest ratio that is wanted
@@ -256,7 +259,10 @@ def run_rank(world_size: int, frameworks: tuple[str, ...], num_rounds: int, step
         contestants.append(Contestant(LIGHTNING, others[0].run_steps))
     contestants.append(build_contestant(BARE, run_floor(loads=True)))
     contestants.append(build_contestant(FLOOR, run_floor(loads=False)))
-    if world_size > 1:
+    if world_size == 1:
+        toy = replace(WORKLOADS["toy"], build_data=lambda: CustomDataset(NUM_SAMPLES))
+        contestants.append(build_contestant(BY_HAND, run_by_hand(toy, SAMPLES_PER_RANK)))
+    else:
         contestants.append(build_contestant(ALL_REDUCE, run_all_reduce()))
         contestants.append(build_contestant(GATHER, run_exchange("gather")))
         contestants.append(build_contestant(SOCKETS, run_exchange("sockets")))
