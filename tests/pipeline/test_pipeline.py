@@ -38,8 +38,14 @@ def test_same_bits(kind: str, ranks: tuple[int, int]) -> None:
     assert train_on(*ranks, kind) == run_alone(kind)
 
 
+def update_blocks(params: Any) -> torch.optim.Optimizer:
+    """An optimizer without the embeddings, one of which is the weight of the head, too."""
+    return torch.optim.AdamW([*params][2:], lr=0.01)
+
+
 @pytest.mark.parametrize("options", [
     {"clips": True, "kind": "tied"},
+    pytest.param({"clips": True, "kind": "tied", "optimizer": update_blocks}, id="the tied weight is not updated"),
     {"is_weighted": True},
     {"in_sharded_init": True, "kind": "tied"},
     {"optimizer": functools.partial(torch.optim.Adagrad, lr=0.01)},

@@ -161,6 +161,7 @@ class Gradients:
         if self.tied is not None:
             parts = [self.tied.split(*each) for each in trained]
             trained = [*chain.from_iterable(parts)]
+            untrained = [leaf for param in untrained for _, leaf in self.tied.split("", param)]
             if owners is not None:
                 owners = [of_one for of_one, leaves in zip(owners, parts, strict=True) for _ in leaves]
         self.plan = ReductionPlan(
