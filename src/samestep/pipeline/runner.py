@@ -246,6 +246,7 @@ class Pipeline:
 
     def _end(self, *_: Any) -> None:
         if self._flight is not None and self._flight.check is not None:
+            self._flight.check.end()
             raise _Leave
 
     def _find_flight(self, staged: StagedModel) -> _Flight | None:
@@ -286,9 +287,10 @@ class Pipeline:
             self._modes.close()
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
-        has_graph = torch.is_grad_enabled()
+        has_graph = torch.is_grad_enabled() and flight.check is None  # which sees whether a stage writes to them
         if stage - 1 in self.held:
             if flight.check is not None:
+                flight.check.end()
                 flight.check.refuse_foreign(tensors, self._name_cut(stage, staged))
             flight.outputs[stage - 1] = [each for each in tensors if has_graph and each.is_floating_point()]
         if stage == self.held.stop:

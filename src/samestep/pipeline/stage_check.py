@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.errors import UsageError
 from samestep.pipeline.stages import StagedModel
+from samestep.torch_internals import read_version
 
 READERS = frozenset(
     ["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"]
@@ -29,14 +30,25 @@ class StageCheck(TorchFunctionMode):
         self._name = models[0].name
         self._last = models[0].num_stages - 1
         self._stage = 0
+        self._inputs: list[tuple[Tensor, int]] = []  # of the stage, with their versions
         self._stages: Any = WeakTensorKeyDictionary()
         for each in models:
             self._stages.update(each.map_tensors())
 
-    def begin(self, stage: int, inputs: Iterable[Tensor]) -> None:
+    def begin(self, stage: int, inputs: Sequence[Tensor]) -> None:
         """Begin a stage."""
         self._stage = stage
+        self._inputs = [(each, read_version(each)) for each in inputs]
         self._add(inputs)
+
+    def end(self) -> None:
+        """End a stage. Raise UsageError if it has written to its inputs, of which other ranks have copies."""
+        if any(read_version(each) != version for each, version in self._inputs):
+            raise UsageError(
+                f"stage {self._stage} of {self._name} writes to a tensor among its inputs, and other ranks do not see "
+                "that: return a new tensor, by x * 2 for x.mul_(2), or by inplace=False",
+                code="SS224",
+            )
 
     def _add(self, tensors: Iterable[Tensor]) -> None:
         for each in tensors:
