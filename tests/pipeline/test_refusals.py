@@ -145,11 +145,12 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], str]] = [
         (lambda m, x: m.c(m.b(m.a(x))) * (x > 0), 2, "passes a tensor of another stage to"),
         (use_first_in_last, 2, "passes a tensor of another stage to linear"),
         (lambda m, x: m.c(m.b(m.a(x.mul_(2)))), 0, "writes to a tensor among its inputs"),
-        (look, 0, "reads values of a tensor (item)"),
         (lambda m, x: m.c(m.b(m.a(x)) * float(torch.rand(()))), 1, "reads values of a tensor (__float__)"),
     ]),
     ({"change": lambda model: nn.Sequential(model.a, nn.ReLU(inplace=True), model.c), "stages": ["1", "2"]}, ALL,
      "stage 1 of model writes to a tensor among its inputs"),
+    ({"way": look}, ONE, "stage 0 of model reads values of a tensor (item)"),
+    ({"way": look}, SEVERAL, "may read values of the model before its end"),  # of the rank that is first to say so
     ({"way": lambda m, x: m.c(m.b(m.a(x) + torch.ones(2)))}, SEVERAL, "creates tensors with device="),
     ({"way": later(skip)}, ONE, "has reached a stage before it"),
     ({"way": later(skip)}, SEVERAL, "has no values there"),

@@ -75,7 +75,7 @@ class StageCheck(TorchFunctionMode):
         if given and name in READERS and self._stage < self._last:
             raise UsageError(
                 f"stage {self._stage} of {self._name} reads values of a tensor ({name}), which the ranks of later "
-                "stages do not have: read values after the end of the model only",
+                "stages do not have: no line of the script may read values of the model before its end",
                 code="SS224",
             )
         try:
