@@ -79,11 +79,12 @@ class WorkerSum:
     def close(self, v: int) -> None:
         """End micro-batch v, see `TreeSum.close`. With its last one, an inner step or a worker ends."""
         self._inner.close(v % self._num_accumulated)
-        worker, position = divmod(v + 1, self._leaf_size)
-        if position % self._num_accumulated == 0:
-            self._update(v // self._leaf_size)
-            if position == 0:
-                self._end_worker(worker - 1)
+        worker, position = divmod(v, self._leaf_size)
+        num_closed = position + 1  # of the worker's
+        if num_closed % self._num_accumulated == 0:
+            self._update(worker)
+            if num_closed == self._leaf_size:
+                self._end_worker(worker)
             self._begin_inner_step()
 
     def _update(self, worker: int) -> None:
