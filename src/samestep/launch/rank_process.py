@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module, machinery, util
 from typing import Any, NoReturn
@@ -142,6 +143,11 @@ def _call(rank: int, call: bytes) -> None:
         with suppress(Exception):  # the traceback describes an exception that cannot be pickled
             report(Result(rank, cloudpickle.dumps(recognize(error) or error)))
         raise
+
+
+def build_code(file: str, build: Callable[..., types.CodeType], arguments: tuple[Any, ...]) -> types.CodeType:
+    """Return the code of a pickled function, of this file. Here, because a rank would have to import `spawn` first."""
+    return build(*arguments).replace(co_filename=file)
 
 
 def _separate_from_server(variables: dict[str, str]) -> None:

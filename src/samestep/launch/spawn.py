@@ -14,6 +14,7 @@ from samestep.errors import Error, InvalidValue
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.launcher import Agent, Launch, Supervision
 from samestep.launch.link import Finish
+from samestep.launch.rank_process import build_code
 from samestep.launch.rank_reports import RankFailure
 from samestep.launch.target import Target
 
@@ -25,11 +26,7 @@ _REDUCERS: Any = cloudpickle.Pickler.dispatch_table  # a ChainMap
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    return _build_code, (code.co_filename, *_REDUCERS[CodeType](code))
-
-
-def _build_code(file: str, build: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
-    return build(*arguments).replace(co_filename=file)
+    return build_code, (code.co_filename, *_REDUCERS[CodeType](code))
 
 
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
