@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import samestep
 from samestep.snapshot.serialization import digest
 
-NUM_SAMPLES, BATCH_SIZE, MICRO_BATCH_SIZE = 44, 16, 2  # 8 micro-batches, and 6 in the last step of an epoch
+NUM_SAMPLES, BATCH_SIZE, MICRO_BATCH_SIZE = 26, 16, 2  # 8 micro-batches, and 5 in the last step of an epoch
 
 
 class Block(nn.Module):

@@ -14,21 +14,23 @@ def main() -> int:
     """Run scenarios until the time is over, or one fails. Returns 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="of the first scenario; the next ones count up; default: random")
-    parser.add_argument("--minutes", type=float, default=1.0, help="start no new scenario after this; default: 1")
+    parser.add_argument("--minutes", type=float, help="start no new one after this; default: 1, or 0 with --scenario")
     parser.add_argument("--pinned", action="store_true", help="first run the pinned ones")
-    parser.add_argument("--scenario", help="run only this one, as printed for a failure")
+    parser.add_argument("--scenario", help="first run this one, as printed for a failure")
     parser.add_argument("--focus", default="", help="of the scenarios, such as heal or twins; default: any")
     parser.add_argument("--verbose", action="store_true", help="print each scenario, and what has happened in it")
     options = parser.parse_args()
     laboratory = Laboratory()
-    if options.scenario:
-        return _run_one(laboratory, Scenario.parse(options.scenario), options)
+    minutes = (0 if options.scenario else 1) if options.minutes is None else options.minutes
+    given = [*filter(None, [options.scenario]), *(PINNED.values() if options.pinned else ())]
+    num_failed = sum(_run_one(laboratory, Scenario.parse(text), options) for text in given)
+    if not minutes:
+        return int(num_failed > 0)
     first = secrets.randbelow(10**6) if options.seed is None else options.seed
     print(f"seeds from {first}", flush=True)
     began_s, began_cpu_s = time.monotonic(), time.process_time()
-    num_failed = sum(_run_one(laboratory, Scenario.parse(text), options) for text in PINNED.values() if options.pinned)
     count = 0
-    while not num_failed and time.monotonic() - began_s < 60 * options.minutes:
+    while not num_failed and time.monotonic() - began_s < 60 * minutes:
         num_failed += _run_one(laboratory, plan(first + count, options.focus), options)
         count += 1
     cpu_s = time.process_time() - began_cpu_s

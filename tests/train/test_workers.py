@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import samestep
 
-WORKERS, INNER_STEPS, ROUNDS = 4, 3, 4
+WORKERS, INNER_STEPS, ROUNDS = 4, 2, 4
 OUTER = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-SETTINGS: dict[str, Any] = {"batch_size": 48, "workers": WORKERS, "inner_steps": INNER_STEPS, "device": "cpu"}
+SETTINGS: dict[str, Any] = {"batch_size": 24, "workers": WORKERS, "inner_steps": INNER_STEPS, "device": "cpu"}
 
 
 class Unusual(torch.optim.SGD):
@@ -68,7 +68,7 @@ def train(
                 out = model(x)
             step.backward(F.cross_entropy(out.float().flatten(0, -2), y.flatten()), weight=float(y.sum()) + 1)
             step.log(drawn=torch.rand(()))
-            if ends_by and (step.number, step.micro_batch) == (1, 10):
+            if ends_by and (step.number, step.micro_batch) == (1, 7):
                 os.kill(os.getpid(), ends_by)
         norm = run.clip_grad_norm_(model.parameters(), 10.0)
         outer.step()
@@ -83,8 +83,9 @@ def train_alone(kind: str, **options: Any) -> dict[str, Any]:
     return train(kind, **options)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+@pytest.mark.parametrize(("kind", "num_ranks"), [
+    ("gpt", 3), ("mlp", 4), *(pytest.param(*each, marks=pytest.mark.soak) for each in [("gpt", 2), ("gpt", 4), ("mlp", 2)])
+])  # fmt: skip
 def test_same_bits(kind: str, num_ranks: int, tmp_path: Path) -> None:
     assert samestep.spawn(train, num_ranks, (kind, tmp_path / "several")) == train_alone(kind)
     samestep.spawn(train, 1, (kind, tmp_path / "one"))
@@ -92,19 +93,19 @@ def test_same_bits(kind: str, num_ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"micro_batch_size": 2},
+    {"micro_batch_size": 1},
     {"scales": True},
     {"exchange_dtype": "bf16"},
     {"precision": "bf16"},
     {"kind": "resnet"},
     {"inner": torch.optim.Adagrad},
     {"inner": Unusual},
-    {"workers": 6, "inner_steps": 2},
+    {"workers": 6, "inner_steps": 1},
 ], ids=str)  # fmt: skip
 def test_same_bits_with(options: dict[str, Any]) -> None:
-    given = {"kind": "gpt"} | options
+    given = {"kind": "mlp"} | options
     expected = train_alone(**given)
-    assert expected != train_alone("gpt")
+    assert expected != train_alone("mlp")
     assert samestep.spawn(train, 3, (), given) == expected
 
 
