@@ -15,6 +15,7 @@ from promises.loops import (
     build_pairs,
     build_run,
     build_texts,
+    have_grads,
     read_grads,
     sgd_momentum,
     trace_run,
@@ -149,8 +150,8 @@ def alternate(t: Any) -> None:
 def unused_weights() -> Result:
     def check(t: Any) -> None:
         # As on one device: no gradient, so no update by weight decay or momentum, and no state.
-        assert all(grad is None for grad in read_grads(t.run, t.model.never.parameters()))
-        assert all((grad is not None) == t.model.is_even for grad in read_grads(t.run, t.model.even.parameters()))
+        assert not any(have_grads(t.run, t.model.never.parameters()))
+        assert set(have_grads(t.run, t.model.even.parameters())) == {t.model.is_even}
         assert not any(param in t.optimizer.state for param in t.model.never.parameters())
 
     optimizer = lambda params: torch.optim.AdamW(params, 1e-2, weight_decay=0.3)  # noqa: E731
@@ -287,7 +288,7 @@ def gradients_that_a_function_withholds() -> Result:
         lambda: nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6)), "head": nn.Parameter(torch.randn(6, 4))}),
         optimizer=sgd_momentum, at_end=check,
         body=lambda t, x, y: t.step.backward(F.cross_entropy(Shift.apply(x, t.model["shift"]) @ t.model["head"], y)),
-        then=lambda t: [t.trace.add("has a gradient", read_grads(t.run, [t.model["shift"]])[0] is not None), update(t)],
+        then=lambda t: [t.trace.add("has a gradient", have_grads(t.run, [t.model["shift"]])), update(t)],
     )  # fmt: skip
 
 

@@ -80,6 +80,14 @@ def read_grads(run: samestep.Run, params: Iterable[Tensor]) -> list[Any]:
     return [next((grad for grad in of_param if grad is not None), None) for of_param in zip(*everywhere, strict=True)]
 
 
+def have_grads(run: samestep.Run, params: Iterable[Tensor]) -> list[bool]:
+    """Return for each parameter whether it has a gradient, on all ranks. With owners, these have it."""
+    found = [param.grad is not None for param in params]
+    if run._prepared is None or run._prepared.divided is None:
+        return found
+    return [any(of_param) for of_param in zip(*run._context.group.gather(found), strict=True)]
+
+
 def train_classes(
     model: Callable[[], nn.Module], *, before: Hook = nothing, after: Hook = nothing, **arguments: Any
 ) -> Result:
@@ -97,8 +105,8 @@ def train_classes(
     def then(t: Any) -> None:
         t.trace.add("norm", t.run.clip_grad_norm_(t.model.parameters(), 0.5, NORM_TYPES[t.step.number % 3]))
         names = [name for name, _ in t.model.named_parameters()]
-        grads = read_grads(t.run, t.model.parameters())
-        t.trace.add("without gradient", [name for name, grad in zip(names, grads, strict=True) if grad is None])
+        given = have_grads(t.run, t.model.parameters())
+        t.trace.add("with a gradient", [name for name, is_given in zip(names, given, strict=True) if is_given])
         update(t)
         after(t)
 

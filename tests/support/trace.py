@@ -31,10 +31,14 @@ class Trace:
         self.add(f"draws {where}", (torch.rand(2), float(np.random.rand()), random.random()))
 
     def end_step(self, step: Any) -> None:
-        """Record a step at the end of its body: its loss, the generators, and a digest of the state."""
+        """Record a step at the end of its body: its loss, the generators, and in one step a digest of the state.
+
+        What differs after another step shows in what follows. A digest takes as long as a step.
+        """
         self.add(f"loss of step {step.number}", step.loss)
         self.draw(f"in step {step.number}")
-        self.add(f"digest of step {step.number}", self.digest())
+        if step.number == 1:
+            self.add("digest of step 1", self.digest())
 
     def digest(self) -> str:
         """Return what `samestep inspect --digest` would print for a snapshot of this moment."""

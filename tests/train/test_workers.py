@@ -84,7 +84,9 @@ def train_alone(kind: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), [
-    ("gpt", 3), ("mlp", 4), *(pytest.param(*each, marks=pytest.mark.soak) for each in [("gpt", 2), ("gpt", 4), ("mlp", 2)])
+    ("gpt", 3),
+    ("mlp", 4),
+    *(pytest.param(*each, marks=pytest.mark.soak) for each in [("gpt", 2), ("gpt", 4), ("mlp", 2)]),
 ])  # fmt: skip
 def test_same_bits(kind: str, num_ranks: int, tmp_path: Path) -> None:
     assert samestep.spawn(train, num_ranks, (kind, tmp_path / "several")) == train_alone(kind)
