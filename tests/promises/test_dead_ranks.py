@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from promises.trial import HELD, Trial, Undisturbed, read_outcome, read_restarts, read_tree
 from support.runs import read_rows
+from support.selection import one_in
 from support.tiny import Tiny, update
 from torch import Tensor
 
@@ -131,7 +132,7 @@ def test_the_death_of_a_loader_worker_is_a_failure_of_this_rank() -> None:
     assert not is_secondary(worker)
 
 
-@pytest.mark.parametrize("flag", ["--fresh", "--resume=5"])
+@pytest.mark.parametrize("flag", one_in(2, ["--fresh", "--resume=5"]))
 def test_a_restart_ignores_resume_and_fresh(trial: Trial, undisturbed: Undisturbed, flag: str) -> None:
     """It does not go back to the older snapshot again, and makes no further directory."""
     trial.spawn(1, max_steps=10)
@@ -207,12 +208,12 @@ def test_the_others_continue_with_a_divided_state(
 
 @pytest.mark.parametrize(
     ("stuck", "dead"),
-    [
+    one_in(2, [
         ("freeze rank 0 at step 7 in forward", "kill rank 2 at step 7 in forward"),
         ("freeze rank 0 at step 0 in regrouping", "kill rank 2 at step 7 in forward"),
         ("hold rank 2 at step 7 in forward", "kill rank 0 at step 3 in forward"),  # it is rank 1 of its group then
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_a_stuck_rank_is_ended(trial: Trial, undisturbed: Undisturbed, stuck: str, dead: str) -> None:
     """Also after a death: the others wait for it, in the new generation, without a limit."""
     started = trial.run("launch", 3, [stuck, dead], "--heal", "--stuck-after-s", "2", settled=True)

@@ -20,6 +20,7 @@ from promises.test_mistakes import Wrapper
 from promises.test_same_bits import run_alone
 from promises.trial import Trial, Undisturbed, fail
 from support.runs import digest
+from support.selection import one_in
 from support.snapshots import list_steps
 from support.tiny import Tiny, learn, tiny_run, update
 from support.trace import assert_same
@@ -41,10 +42,10 @@ DIVIDED = {"SAMESTEP_SHARD": "optimizer"}
 SHARDED = {"SAMESTEP_SHARD": "fsdp2"}
 
 
-@pytest.mark.parametrize(("first", "fault", "then"), [
+@pytest.mark.parametrize(("first", "fault", "then"), one_in(2, [
     (DIVIDED, "kill rank 0 at step 10 in committing", SHARDED),
     (SHARDED, "raise rank 2 at step 12 in forward", {}),
-])  # fmt: skip
+]))  # fmt: skip
 def test_resumed_with_another_sharding(
     trial: Trial, undisturbed: Undisturbed, first: dict[str, str], fault: str, then: dict[str, str]
 ) -> None:
@@ -141,7 +142,7 @@ class Mixed(nn.Module):
         return self.last(x + memory)
 
 
-@pytest.mark.parametrize(("blocks", "world_size"), [([Mixing], 3), ([nn.Linear], 2)])
+@pytest.mark.parametrize(("blocks", "world_size"), one_in(2, [([Mixing], 3), ([nn.Linear], 2)]))
 def test_the_order_in_which_gradients_of_a_tensor_are_added(blocks: Any, world_size: int) -> None:
     """FSDP2 alone adds those from within a block to each other first."""
     train = functools.partial(

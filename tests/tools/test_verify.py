@@ -254,7 +254,7 @@ def test_what_no_snapshot_holds_is_found_by_the_interruption(tmp_path: Path, in_
 # Runs on one and three ranks, in three modes: 33 s, and 39 s on a busy machine.
 def test_the_modes_of_a_sound_script_are_the_same(tmp_path: Path) -> None:
     """Each resume is on another number of ranks or in another mode than the start before it."""
-    words = ["--steps", "9", *SIZES, "--kills", "2", "--kill-seed", "3", "--shard", MODES]
+    words = ["--steps", "6", *SIZES, "--kills", "2", "--kill-seed", "3", "--shard", MODES]
     printed = verify(tmp_path, *words)
     rows = read_rows(printed)
     trained = [row[1] for row in rows if row[0] == "train"]
@@ -311,7 +311,7 @@ for step in run.steps(torch.ones(16, 2), 9):
 def test_each_map_of_the_stages_of_a_pipeline(tmp_path: Path, step: int) -> None:
     """A counter in the second stage differs if two ranks have this stage."""
     (tmp_path / "piped.py").write_text(PIPED.format(step=step))
-    words = ["--steps", "4", "--world-sizes", "1,2,3", "--kills", str(1 - step), "piped.py"]
+    words = ["--steps", "3", "--world-sizes", "1,2", "--kills", str(1 - step), "piped.py"]
     printed = check(samestep_command("verify", *words, cwd=tmp_path), step).stdout
     found = {row[1]: row[3] for row in read_rows(printed) if row[0] == "train"}
     other = f"differs from step {step - 1}" if step else "same"
@@ -319,7 +319,6 @@ def test_each_map_of_the_stages_of_a_pipeline(tmp_path: Path, step: int) -> None
         "1 rank": "the reference",
         "1 pipeline of 2 ranks": "same",
         "2 pipelines of 1 rank": other,
-        "3 pipelines of 1 rank": other,
     }
     assert printed.count(" resumed ") == 1 - step
     if step:
