@@ -277,9 +277,8 @@ def test_it_learns(run_dir: Path, tokens: Path) -> None:
     assert json.loads(ask("inspect", run_dir, "--json"))["state"]["best"] == losses[1]
 
 
-# Five starts of a recipe, on one to three ranks: 24 s, and 25 s on a busy machine.
 def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Path) -> None:
-    """On one rank, on two ranks that are replaced by three after step 2, and sharded in two ways."""
+    """On one rank, and on two ranks that are replaced by three after step 2, sharded in two ways."""
     arguments = [
         "--data",
         str(tokens),
@@ -295,15 +294,14 @@ def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Pat
     found = []
     for name, starts in (
         ("one", [(1, "4", "none")]),
-        ("more", [(2, "2", "none"), (3, "4", "none")]),
-        ("sharded", [(3, "2", "fsdp2"), (2, "4", "optimizer")]),
+        ("more", [(2, "2", "optimizer"), (3, "4", "fsdp2")]),
     ):
         run_dir = tmp_path / name
         for world_size, last, shard in starts:
             env = {"SAMESTEP_MAX_STEPS": last, "SAMESTEP_SHARD": shard}
             samestep.spawn(gpt.main, world_size, ([*arguments, str(run_dir)],), env=env)
         found.append((digest(run_dir, "best"), *read_bits(run_dir)))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_weight_decay_is_for_matrices() -> None:

@@ -115,11 +115,11 @@ def test_same_bits_with(options: dict[str, Any]) -> None:
 def test_ended_in_a_round_and_resumed_on_other_ranks(ends_by: int, steps_done: int, tmp_path: Path) -> None:
     """The snapshot of each round is complete when the next one begins."""
     with suppress(RuntimeError):  # of the killed rank
-        samestep.spawn(train, 3, ("gpt", tmp_path / "parts"), {"ends_by": ends_by})
-    samestep.spawn(train, 4, ("gpt", tmp_path / "parts"), {"resume": steps_done, "max_steps": 3})
-    found = samestep.spawn(train, 2, ("gpt", tmp_path / "parts"))
-    assert found["state"] == train_alone("gpt")["state"]
-    samestep.spawn(train, 1, ("gpt", tmp_path / "whole"))
+        samestep.spawn(train, 3, ("mlp", tmp_path / "parts"), {"ends_by": ends_by})
+    samestep.spawn(train, 4, ("mlp", tmp_path / "parts"), {"resume": steps_done, "max_steps": 3})
+    found = samestep.spawn(train, 2, ("mlp", tmp_path / "parts"))
+    assert found["state"] == train_alone("mlp")["state"]
+    samestep.spawn(train, 1, ("mlp", tmp_path / "whole"))
     assert read_bits(tmp_path / "parts") == read_bits(tmp_path / "whole")
 
 
