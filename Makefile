@@ -14,7 +14,6 @@ train: $(VENV)/installed
 	@echo 'To use the command samestep in this shell: source $(BIN)/activate'
 
 test: $(VENV)/installed-dev
-	$(MAKE) --no-print-directory --jobs 2 types lint
 	$(BIN)/python -m compileall -q -j 0 src tests  # read by many processes, which may not write it
 	$(PYTEST) -m "not soak and not packages and not release"
 
