@@ -21,7 +21,7 @@ class Both(nn.Module):
 
     def __init__(self, compiled: bool) -> None:
         super().__init__()
-        self.body: Any = nn.Sequential(nn.Linear(4, 30), *[nn.Linear(30, 30) for _ in range(6)], nn.BatchNorm1d(30))
+        self.body: Any = nn.Sequential(nn.Linear(4, 30), *[nn.Linear(30, 30) for _ in range(2)], nn.BatchNorm1d(30))
         self.head = nn.Linear(30, 1)
         if compiled:
             self.body = torch.compile(self.body, backend="eager")
