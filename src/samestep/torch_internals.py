@@ -62,6 +62,12 @@ multiply_all: Callable[[list[Tensor], float], None] = torch._foreach_mul_
 # Adds lists of tensors, pair by pair, in place. A call per tensor takes longer than the sum of a small gradient.
 add_all: Callable[[list[Any], list[Any]], None] = torch._foreach_add_
 
+# Lists of tensors -> the difference of each pair. Without it: a call per tensor, as without the next one.
+subtract_all: Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]] = torch._foreach_sub
+
+# Copies lists of tensors, pair by pair, to the first one.
+copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+
 
 def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Group tensors by device and dtype, as torch.nn.utils.get_total_norm does: the groups' order follows from hashes.

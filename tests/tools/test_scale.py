@@ -92,3 +92,15 @@ def test_larger_sizes_are_estimated_unless_more_ranks_are_slower(second_s: float
     measured = {size: Size(size, 8, 1, [step_s] * 5) for size, step_s in ((1, 100), (2, second_s), (4, second_s + 20))}
     rows = build_rows(fit_steps(8, {w: (size.step_s, size.error) for w, size in measured.items()}), measured)
     assert [row["world_size"] for row in rows] == sizes
+
+
+def test_ranks_divide_workers(tmp_path: Path) -> None:
+    """Two micro-batches of one worker are work for one rank only."""
+    script = SCRIPT.replace("batch_size=32, micro_batch_size=8", "batch_size=16, workers=1, inner_steps=2")
+    inner = "optimizer=optimizer, inner_optimizer=torch.optim.SGD(model.parameters())"
+    script = script.replace("optimizer=optimizer", inner)
+    (tmp_path / "train.py").write_text(script)
+    words = ["scale", "--world-sizes", "1,2", "--steps", "2", "--warm-up", "1", "--repeats", "1", "train.py"]
+    done = samestep_command(*words, cwd=tmp_path, timeout=300)
+    assert "the workers of a step are work for 1 rank only" in done.stderr
+    assert "give more --workers" in done.stderr

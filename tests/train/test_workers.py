@@ -196,3 +196,77 @@ def train_badly(
 def test_refused(bad: dict[str, Any], sentence: str) -> None:
     with pytest.raises(samestep.Error, match=re.escape(sentence)):
         samestep.spawn(train_badly, bad.get("num_ranks", 1), (), bad)
+
+
+# --- what an inner step changes beside the parameters -----------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """It counts its updates in a number and in a tensor of its parameter group, and halves its learning rate."""
+
+    seen: list[tuple[int, int, float]]
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["total"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        group["count"] = group.get("count", 0) + 1
+        group["total"] += 1
+        group["lr"] *= 0.5
+        self.seen.append((group["count"], int(group["total"]), group["lr"]))
+        return super().step(closure)
+
+
+class CountingOutside(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
+def train_rounds(inner_class: Any, run_dir: Path | None = None, *, averages: bool = False, **options: Any) -> Any:
+    """Train 2 workers with 2 inner steps each. The script halves the learning rate after the second round."""
+    run: Any = samestep.Run(run_dir, batch_size=8, device="cpu", **{"workers": 2, "inner_steps": 2} | options)
+    model: Any = nn.Linear(2, 1)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    inner = None if inner_class is None else inner_class(model.parameters(), lr=1.0)
+    outer = OUTER(model.parameters())
+    run.prepare(model=model, averaged=averaged, optimizer=outer, inner_optimizer=inner)
+    if averages:
+        inner.register_step_post_hook(lambda *_: averaged.update_parameters(model))
+    for step in run.steps(torch.ones(16, 2), 3):
+        for x in step:
+            step.backward(model(x).mean())
+        outer.step()
+        if inner is not None and step.number == 1:
+            inner.param_groups[0]["lr"] /= 2
+
+
+def test_each_worker_has_settings_of_its_own(tmp_path: Path) -> None:
+    """What an update changes stays with the worker, until the script sets it; also in a snapshot."""
+    Counting.seen = []
+    train_rounds(Counting, tmp_path / "run", max_steps=1)
+    train_rounds(Counting, tmp_path / "run")
+    of_worker = [[(1, 1, 0.5), (2, 2, 0.25)], [(3, 3, 0.125), (4, 4, 0.0625)], [(5, 5, 0.25), (6, 6, 0.125)]]
+    assert Counting.seen == [each for of_round in of_worker for each in of_round * 2]
+
+
+@pytest.mark.parametrize(("bad", "sentence"), [
+    ({"inner_class": CountingOutside}, "CountingOutside.step() changes the attribute count"),
+    ({"inner_class": torch.optim.SGD, "averages": True}, "a parameter that no optimizer holds (of an averaged model?)"),
+], ids=str)  # fmt: skip
+def test_refused_changes_of_what_workers_share(bad: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(samestep.Error, match=re.escape(sentence)):
+        train_rounds(**bad)
+
+
+def test_refused_to_continue_a_run_with_other_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_rounds(torch.optim.SGD, tmp_path / "two")
+    monkeypatch.setenv("SAMESTEP_CONTINUE_FROM", str(tmp_path / "two"))
+    for inner_class, workers in ((None, None), (torch.optim.SGD, 1)):
+        options = {"workers": workers, "inner_steps": workers and 2}
+        with pytest.raises(samestep.Error, match=f"was trained with workers=2, and this run has workers={workers}"):
+            train_rounds(inner_class, tmp_path / "other", **options)

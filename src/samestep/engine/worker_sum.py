@@ -13,9 +13,10 @@ from torch import Tensor
 
 from samestep.engine.control import Control
 from samestep.engine.exchange import Exchange, ReductionPlan
-from samestep.engine.leaf import Grads, PartialSums, average, drop_grads
+from samestep.engine.leaf import Grads, ParameterGuard, PartialSums, average, drop_grads
 from samestep.engine.tree_sum import TreeSum, lay_out
 from samestep.plan.tree import build_layout
+from samestep.torch_internals import copy_all, subtract_all
 
 
 class WorkerUpdates(Protocol):
@@ -62,6 +63,9 @@ class WorkerSum:
         self._leaf_size = partial_sums.layout.leaf_size
         self._num_accumulated = self._leaf_size // workers.inner_steps
         self._start = [param.detach().clone() for param in plan.params]
+        self._shared = ParameterGuard(
+            ["a parameter that no optimizer holds (of an averaged model?)"] * len(plan.untrained), plan.untrained
+        )
         self._changes: Grads = []  # of the last worker
         self._begin_inner_step()
 
@@ -95,16 +99,14 @@ class WorkerSum:
             for param, grad in zip(self._plan.params, average(grads, b"", 1 / self._weight), strict=True):
                 param.grad = grad
             self._workers.update(worker)
+        self._shared.check()
         drop_grads(self._plan.all)
 
     def _end_worker(self, worker: int) -> None:
         """Take what a worker has changed, and restore the parameters for the next one."""
-        changes: Grads = []
         with torch.no_grad():
-            for param, start in zip(self._plan.params, self._start, strict=True):
-                changes.append(start - param)
-                param.copy_(start)
-        changes = self._plan.narrow(changes)
+            changes = self._plan.narrow([*subtract_all(self._start, self._plan.params)])
+            copy_all(self._plan.params, self._start)
         if worker == self._partial_sums.held[-1]:
             self._changes = changes
         else:

@@ -134,6 +134,13 @@ def _build_record(
             "use another precision",
             code="SS104",
         )
+    if "workers" in changed:
+        was, now = numbers.get("workers"), identity["workers"]
+        raise InvalidValue(
+            f"{called} was trained with workers={was}, and this run has workers={now}, for which it has no optimizer "
+            "states: keep its workers, or begin with its weights alone (samestep export)",
+            code="SS104",
+        )
     begins = position.get("begins", [])
     loops = before.get("loops", [])
     if changed & _PLANNED_BY:

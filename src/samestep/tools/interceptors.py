@@ -79,7 +79,8 @@ class Tracer(Interceptor):
 class ScaleTiming(Tracer):
     """Measures the steps and the tensors.
 
-    Writes a line about the run, one per step, and one about the tensors after the first step of one rank.
+    Writes a line about the run, one per step, and one about the tensors after the first step of one rank. Workers have
+    states that `shard` cannot divide.
     """
 
     def __init__(self, context: RunContext, options: Mapping[str, Any]) -> None:
@@ -90,6 +91,7 @@ class ScaleTiming(Tracer):
                 "world_size": context.world_size,
                 "batch_size": context.config.batch_size,
                 "micro_batch_size": context.config.micro_batch_size,
+                "workers": context.config.workers,
             }
         )
 
@@ -101,7 +103,7 @@ class ScaleTiming(Tracer):
         spent_s = self.loop.clock.spent_s()
         at_s = time.monotonic() - sum(spent_s.get(phase, 0.0) for phase in OUTSIDE)
         self.write({"step": step.number, "at_s": at_s})
-        if is_first and self.context.world_size == 1:
+        if is_first and self.context.world_size == 1 and self.context.config.workers is None:
             self.write({"memory": [astuple(each) for each in self.loop.measure_sizes()]})
 
 

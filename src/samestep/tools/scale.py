@@ -69,7 +69,7 @@ def run_scale(target: Target, values: Values) -> int:
         measured = starts.measure(sizes, values.get("repeats", 3))
     if (found := min(size.num_steps for size in measured.values())) < num_steps:
         say(f"{found} steps were measured, not {num_steps}: after the warm-up, the script trains for no more")
-    fit = fit_steps(measured[1].num_micro_batches, {w: (size.step_s, size.error) for w, size in measured.items()})
+    fit = fit_steps(measured[1].num_parts, {w: (size.step_s, size.error) for w, size in measured.items()})
     rows = build_rows(fit, measured)
     num_run_steps = values.get("for_steps", 0)
     for row in rows if num_run_steps else ():
@@ -86,7 +86,7 @@ def run_scale(target: Target, values: Values) -> int:
             }
         )
     else:
-        print_result(fit, rows, memory, num_run_steps)
+        print_result(fit, measured[1].parts, rows, memory, num_run_steps)
     return 0
 
 
@@ -98,7 +98,7 @@ class Size:
     """The measurements at one number of ranks.
 
     Attributes:
-        batch_size, micro_batch_size: of the run.
+        batch_size, micro_batch_size, workers: of the run.
         blocks_s: seconds per step of the slowest rank, for each block of steps of each start.
         memory: the sizes of the tensors, if it is one rank.
         num_steps: number of steps of the shortest start.
@@ -110,11 +110,17 @@ class Size:
     blocks_s: list[float] = field(default_factory=list)
     memory: list[ParamSize] = field(default_factory=list)
     num_steps: int = sys.maxsize
+    workers: int | None = None
 
     @property
-    def num_micro_batches(self) -> int:
-        """The micro-batches of a step, and so the largest number of ranks."""
-        return self.batch_size // self.micro_batch_size
+    def parts(self) -> str:
+        """What the ranks divide, for messages."""
+        return "micro-batches" if self.workers is None else "workers"
+
+    @property
+    def num_parts(self) -> int:
+        """How many micro-batches or workers a step has, and so the largest number of ranks."""
+        return self.workers or self.batch_size // self.micro_batch_size
 
     @property
     def step_s(self) -> float:
@@ -161,20 +167,22 @@ class Starts:
         measured = {1: Size(1)}
         for number in range(repeats):
             for size in sizes:
-                if size > 1 and size > measured[1].num_micro_batches:
+                if size > 1 and size > measured[1].num_parts:
                     continue
                 show_activity(f"{format_count(size, 'rank')}, start {number + 1} of {repeats} ...")
                 self._run(measured.setdefault(size, Size(size)))
         show_activity("")
-        most = format_count(measured[1].num_micro_batches, "rank")
+        alone = measured[1]
+        most = format_count(alone.num_parts, "rank")
         if len(measured) == 1:
+            smaller = f"a smaller --micro-batch-size than {alone.micro_batch_size}"
             raise Error(
-                f"the micro-batches of a step are work for {most} only, so no sizes can be compared: give "
-                f"a smaller --micro-batch-size than {measured[1].micro_batch_size}",
+                f"the {alone.parts} of a step are work for {most} only, so no sizes can be compared: give "
+                f"{smaller if alone.workers is None else 'more --workers'}",
                 code="SS109",
             )
         if skipped := [str(size) for size in sizes if size not in measured]:
-            say(f"left out: {', '.join(skipped)} ranks, because the micro-batches of a step are work for {most} only")
+            say(f"left out: {', '.join(skipped)} ranks, because the {alone.parts} of a step are work for {most} only")
         return measured
 
     def _run(self, size: Size) -> None:
@@ -201,6 +209,7 @@ class Starts:
         if (found := facts["world_size"]) != size.world_size:
             raise Error(f"{where} starts {found} ranks itself: pass the script that each rank runs", code="SS712")
         size.batch_size, size.micro_batch_size = facts["batch_size"], facts["micro_batch_size"]
+        size.workers = facts["workers"]
         size.memory = [ParamSize(*each) for line in ranks[0] for each in line.get("memory", ())]
         times = [[line["at_s"] for line in rank if "at_s" in line] for rank in ranks]
         size.add_steps([each[self.num_warm_up - 1 :] for each in times], where)  # from the end of the last one
@@ -211,9 +220,9 @@ class Starts:
 
 @dataclass(frozen=True)
 class StepFit:
-    """The time of a step of V micro-batches on W ranks: `fixed_s + micro_batch_s * ceil(V / W)`.
+    """The time of a step of V micro-batches (or workers) on W ranks: `fixed_s + micro_batch_s * ceil(V / W)`.
 
-    The slowest rank computes ceil(V / W) micro-batches, one after the other. All else, such as the exchange and the
+    The slowest rank computes ceil(V / W) of them, one after the other. All else, such as the exchange and the
     update, takes `fixed_s`.
 
     Attributes:
@@ -292,7 +301,7 @@ def build_rows(fit: StepFit, measured: Mapping[int, Size]) -> list[Row]:
 def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[Row]:
     """Return the memory of a rank at each number of ranks, for each division. One rank divides nothing."""
     rows = []
-    for world_size in world_sizes:
+    for world_size in world_sizes if sizes else ():
         for shard, copies in DIVISIONS if world_size > 1 else DIVISIONS[:1]:
             memory = compute_memory(sizes, shard, world_size, copies)
             of_one = {"world_size": world_size, "shard": shard or "none", "shard_copies": copies}
@@ -300,8 +309,13 @@ def list_memory(sizes: Sequence[ParamSize], world_sizes: Sequence[int]) -> list[
     return rows
 
 
-def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_steps: int) -> None:
-    """Print the tables and sentences. `num_steps`: of the run whose time to finish they have; 0: none."""
+def print_result(fit: StepFit, parts: str, rows: Sequence[Row], memory: Sequence[Row], num_steps: int) -> None:
+    """Print the tables and sentences.
+
+    Args:
+        parts: what the ranks divide.
+        num_steps: of the run whose time to finish they have; 0: none.
+    """
     header = ["ranks", "", "samples/s", "ms per step", "speed-up", "efficiency"]
     cells = []
     for row in rows:
@@ -320,7 +334,7 @@ def print_result(fit: StepFit, rows: Sequence[Row], memory: Sequence[Row], num_s
     if fit.micro_batch_s > 0:
         print(
             f"fitted: {1e3 * fit.fixed_s:,.1f} ms + {1e3 * fit.micro_batch_s:,.1f} ms for each of the slowest rank's "
-            f"micro-batches, of {fit.num_micro_batches} per step"
+            f"{parts}, of {fit.num_micro_batches} per step"
         )
     else:
         print("fitted: more ranks are not faster here, so more than were measured are not estimated")

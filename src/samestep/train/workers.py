@@ -4,29 +4,49 @@ Each rank has the states of its own workers. A snapshot has those of all workers
 workers in another way when the run resumes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.console import format_count
-from samestep.errors import InvalidValue, RunDirectoryError, UsageError
+from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import build_layout
 from samestep.snapshot.async_copy import Share, locate
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.divided_state import outline_states
-from samestep.train.objects import STATE, Objects, list_params, list_tensors
+from samestep.train.objects import GROUPS, STATE, Objects, list_params, list_tensors
 from samestep.train.step import Step, StepObserver
 from samestep.world.group import Group
 
 INNER = "inner_optimizer"  # its name in `Objects`
 STATES = f"{INNER}.workers"  # the name of the workers' states, which no argument of `Run.prepare` can have
+Settings = dict[tuple[int, str], Any]  # number of a parameter group, name -> value
+
+
+def copy_settings(groups: Sequence[Mapping[str, Any]]) -> Settings:
+    """Return copies of what parameter groups have beside their parameters."""
+    return {
+        (number, name): deepcopy(value)
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def are_equal(left: Any, right: Any) -> bool:
+    """Compare two settings, which may hold tensors."""
+    return left is right or all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip_longest(tree_leaves(left), tree_leaves(right))
+    )
 
 
 class WorkerStates:
@@ -50,11 +70,14 @@ class WorkerStates:
         self._objects = objects
         self._group = group
         self._states: dict[int, dict[Any, Any]] = {}
+        self._own: dict[int, Settings] = {}  # that a worker's updates have changed: the script's value, and its own
         for worker in build_layout(count, group.num_replicas).ranges[group.replica]:
             self._states[worker] = {param: deepcopy(state) for param, state in self.optimizer.state.items()}
+            self._own[worker] = {}
         self.optimizer.state.clear()
+        self._noted: list[tuple[Settings, set[Any]]] = []  # when the update began
         self._is_updating = False
-        self.optimizer.register_step_pre_hook(self._refuse_call)
+        self._hook = self.optimizer.register_step_pre_hook(self._begin_update)
 
     def _keep_state(self, worker: int) -> None:
         """Move the optimizer's state to a worker."""
@@ -64,30 +87,53 @@ class WorkerStates:
     def update(self, worker: int) -> None:
         """Update the parameters from their gradients, with the state of a worker of this rank.
 
-        What the script's hooks change in the settings holds for this update.
+        What the script's hooks change in the settings of the parameter groups holds for this update. What the update
+        itself changes there belongs to the worker, until the script sets it again.
         """
         groups = self.optimizer.param_groups
-        settings = [{**group} for group in groups]
-        tensors = list_tensors([[value for key, value in group.items() if key != "params"] for group in groups])
-        values = [tensor.clone() for tensor in tensors]  # a hook can change a learning rate in place
+        common = [{**group} for group in groups]
+        settings = copy_settings(groups)  # a hook can change a learning rate in place
+        own = {at: pair for at, pair in self._own[worker].items() if are_equal(pair[0], settings.get(at))}
+        settings |= {at: value for at, (_, value) in own.items()}
+        for (number, name), value in settings.items():
+            groups[number][name] = value
         self.optimizer.state.update(self._states[worker])
+        self._hook.remove()
+        self._hook = self.optimizer.register_step_pre_hook(self._begin_update)  # after the script's hooks
+        self._noted = []
         self._is_updating = True
         self.optimizer.step()
         self._is_updating = False
+        begun_with, numbers = self._noted[0]  # the step of a class may call that of its base class
+        if changed := sorted(self._read_numbers() - numbers):
+            raise InvalidValue(
+                f"{type(self.optimizer).__name__}.step() changes the attribute {changed[0][0]}, of which each worker "
+                "needs its own: keep it in param_groups, or use another inner_optimizer",
+                code="SS615",
+            )
         self._keep_state(worker)
-        for group, before in zip(groups, settings, strict=True):  # a hook's changes must not reach the next worker
+        self._own[worker] = {
+            (number, name): (deepcopy(common[number].get(name)), value)
+            for (number, name), value in copy_settings(groups).items()
+            if (number, name) in own or not are_equal(begun_with.get((number, name)), value)
+        }
+        for group, before in zip(groups, common, strict=True):
             group.clear()
             group.update(before)
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
 
-    def _refuse_call(self, *_: Any) -> None:
+    def _begin_update(self, *_: Any) -> None:
+        """Note what an update of the run begins with, and refuse one of the script."""
         if not self._is_updating:
             raise UsageError(
                 "the script has called inner_optimizer.step(), which the run calls at the end of each inner step: "
                 "remove the call; for what belongs before it, use inner_optimizer.register_step_pre_hook",
                 code="SS615",
             )
+        self._noted.append((copy_settings(self.optimizer.param_groups), self._read_numbers()))
+
+    def _read_numbers(self) -> set[Any]:
+        """Return the names and values of the optimizer's attributes that are numbers."""
+        return {(name, value) for name, value in vars(self.optimizer).items() if type(value) in (int, float)}
 
     # --- snapshots --------------------------------------------------------------------------------------------
 
@@ -96,6 +142,7 @@ class WorkerStates:
         names: dict[Any, str] = {param: name for name, param in self._objects.name_updated(INNER).items()}
         return {
             str(worker): {names.get(key, key): state for key, state in states.items()}
+            | ({GROUPS: self._own[worker]} if self._own[worker] else {})
             for worker, states in self._states.items()
         }
 
@@ -103,7 +150,9 @@ class WorkerStates:
         """Restore the states of this rank's workers."""
         settings = self._objects.save_optimizer(INNER)
         for worker in self._states:
-            self._objects.load_optimizer(INNER, {**settings, STATE: saved[str(worker)]})
+            states = dict(saved[str(worker)])
+            self._own[worker] = states.pop(GROUPS, {})
+            self._objects.load_optimizer(INNER, {**settings, STATE: states})
             self._keep_state(worker)
 
     def outline(self) -> tuple[dict[str, Any], Share]:
@@ -133,11 +182,6 @@ class WorkerStates:
     def select(self, saved: SavedState) -> dict[str, Any]:
         """Return the objects' states in a snapshot, without those of other ranks' workers."""
         objects = dict(saved.contents["objects"])
-        if len(objects[STATES]) != self.count:
-            raise RunDirectoryError(
-                f"the snapshot has {len(objects[STATES])} workers, and this run has {self.count}: give as many",
-                code="SS412",
-            )
         objects[STATES] = {str(worker): objects[STATES][str(worker)] for worker in self._states}
         return objects
 
