@@ -201,22 +201,20 @@ def test_refused(bad: dict[str, Any], sentence: str) -> None:
 # --- what an inner step changes beside the parameters -----------------------------------------------------------------
 
 
-class Counting(torch.optim.SGD):
+class Counting(torch.optim.Optimizer):
     """It counts its updates in a number and in a tensor of its parameter group, and halves its learning rate."""
 
-    seen: list[tuple[int, int, float]]
+    seen: list[tuple[int, int, float, int]]
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.param_groups[0]["total"] = torch.zeros(())
+        super().__init__(params, {"lr": lr, "total": torch.zeros(()), "set_by_hook": 0})
 
     def step(self, closure: Any = None) -> Any:
         (group,) = self.param_groups
         group["count"] = group.get("count", 0) + 1
         group["total"] += 1
         group["lr"] *= 0.5
-        self.seen.append((group["count"], int(group["total"]), group["lr"]))
-        return super().step(closure)
+        self.seen.append((group["count"], int(group["total"]), group["lr"], group["set_by_hook"]))
 
 
 class CountingOutside(torch.optim.SGD):
@@ -235,6 +233,12 @@ def train_rounds(inner_class: Any, run_dir: Path | None = None, *, averages: boo
     inner = None if inner_class is None else inner_class(model.parameters(), lr=1.0)
     outer = OUTER(model.parameters())
     run.prepare(model=model, averaged=averaged, optimizer=outer, inner_optimizer=inner)
+
+    def set_for_one_step(*_: Any) -> None:
+        inner.param_groups[0]["set_by_hook"] = inner.param_groups[0].get("set_by_hook", 0) + 1
+
+    if inner is not None:
+        inner.register_step_pre_hook(set_for_one_step)
     if averages:
         inner.register_step_post_hook(lambda *_: averaged.update_parameters(model))
     for step in run.steps(torch.ones(16, 2), 3):
@@ -246,12 +250,13 @@ def train_rounds(inner_class: Any, run_dir: Path | None = None, *, averages: boo
 
 
 def test_each_worker_has_settings_of_its_own(tmp_path: Path) -> None:
-    """What an update changes stays with the worker, until the script sets it; also in a snapshot."""
+    """What an update changes stays with the worker, until the script sets it; what a hook changes, for one update."""
     Counting.seen = []
     train_rounds(Counting, tmp_path / "run", max_steps=1)
     train_rounds(Counting, tmp_path / "run")
-    of_worker = [[(1, 1, 0.5), (2, 2, 0.25)], [(3, 3, 0.125), (4, 4, 0.0625)], [(5, 5, 0.25), (6, 6, 0.125)]]
-    assert Counting.seen == [each for of_round in of_worker for each in of_round * 2]
+    rates = [[0.5, 0.25], [0.125, 0.0625], [0.25, 0.125]]
+    rounds = [[(2 * k + 1, 2 * k + 1, lr, 1), (2 * k + 2, 2 * k + 2, last, 1)] for k, (lr, last) in enumerate(rates)]
+    assert Counting.seen == [each for of_worker in rounds for each in of_worker * 2]
 
 
 @pytest.mark.parametrize(("bad", "sentence"), [
