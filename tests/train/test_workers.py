@@ -202,19 +202,19 @@ def test_refused(bad: dict[str, Any], sentence: str) -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """It counts its updates in a number and in a tensor of its parameter group, and halves its learning rate."""
+    """It counts its updates in a number, and every other one in a tensor. It halves its learning rate, a tensor."""
 
     seen: list[tuple[int, int, float, int]]
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "total": torch.zeros(()), "set_by_hook": 0})
+        super().__init__(params, {"lr": torch.tensor(lr), "total": torch.zeros(()), "set_by_hook": 0})
 
     def step(self, closure: Any = None) -> Any:
         (group,) = self.param_groups
         group["count"] = group.get("count", 0) + 1
-        group["total"] += 1
+        group["total"] += group["count"] % 2
         group["lr"] *= 0.5
-        self.seen.append((group["count"], int(group["total"]), group["lr"], group["set_by_hook"]))
+        self.seen.append((group["count"], int(group["total"]), float(group["lr"]), group["set_by_hook"]))
 
 
 class CountingOutside(torch.optim.SGD):
@@ -255,7 +255,7 @@ def test_each_worker_has_settings_of_its_own(tmp_path: Path) -> None:
     train_rounds(Counting, tmp_path / "run", max_steps=1)
     train_rounds(Counting, tmp_path / "run")
     rates = [[0.5, 0.25], [0.125, 0.0625], [0.25, 0.125]]
-    rounds = [[(2 * k + 1, 2 * k + 1, lr, 1), (2 * k + 2, 2 * k + 2, last, 1)] for k, (lr, last) in enumerate(rates)]
+    rounds = [[(2 * k + 1, k + 1, lr, 1), (2 * k + 2, k + 1, last, 1)] for k, (lr, last) in enumerate(rates)]
     assert Counting.seen == [each for of_worker in rounds for each in of_worker * 2]
 
 
