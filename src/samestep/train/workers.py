@@ -70,7 +70,8 @@ class WorkerStates:
         self._objects = objects
         self._group = group
         self._states: dict[int, dict[Any, Any]] = {}
-        self._own: dict[int, Settings] = {}  # that a worker's updates have changed: the script's value, and its own
+        # Of each worker, what its updates have changed: pairs of the script's value at that time and the worker's.
+        self._own: dict[int, Settings] = {}
         for worker in build_layout(count, group.num_replicas).ranges[group.replica]:
             self._states[worker] = {param: deepcopy(state) for param, state in self.optimizer.state.items()}
             self._own[worker] = {}
