@@ -4,7 +4,7 @@ Each rank has the states of its own workers. A snapshot has those of all workers
 workers in another way when the run resumes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
 from itertools import zip_longest
@@ -28,15 +28,21 @@ from samestep.world.group import Group
 
 INNER = "inner_optimizer"  # its name in `Objects`
 STATES = f"{INNER}.workers"  # the name of the workers' states, which no argument of `Run.prepare` can have
-Settings = dict[tuple[int, str], Any]  # number of a parameter group, name -> value
+Settings = dict[tuple[int, str], Any]  # number of an item of `list_settings`, name -> value
 
 
-def copy_settings(groups: Sequence[Mapping[str, Any]]) -> Settings:
-    """Return copies of what parameter groups have beside their parameters."""
+def list_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return an optimizer's parameter groups, and as the last item its attributes that are numbers."""
+    numbers = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+    return [*optimizer.param_groups, numbers]
+
+
+def copy_settings(optimizer: torch.optim.Optimizer) -> Settings:
+    """Return copies of an optimizer's settings."""
     return {
         (number, name): deepcopy(value)
-        for number, group in enumerate(groups)
-        for name, value in group.items()
+        for number, item in enumerate(list_settings(optimizer))
+        for name, value in item.items()
         if name not in ("params", "param_names")
     }
 
@@ -76,7 +82,7 @@ class WorkerStates:
             self._states[worker] = {param: deepcopy(state) for param, state in self.optimizer.state.items()}
             self._own[worker] = {}
         self.optimizer.state.clear()
-        self._noted: list[tuple[Settings, set[Any]]] = []  # when the update began
+        self._noted: list[Settings] = []  # when the update began
         self._is_updating = False
         self._hook = self.optimizer.register_step_pre_hook(self._begin_update)
 
@@ -88,16 +94,17 @@ class WorkerStates:
     def update(self, worker: int) -> None:
         """Update the parameters from their gradients, with the state of a worker of this rank.
 
-        What the script's hooks change in the settings of the parameter groups holds for this update. What the update
-        itself changes there belongs to the worker, until the script sets it again.
+        What the script's hooks change in the optimizer's settings holds for this update. What the update itself changes
+        there belongs to the worker, until the script sets it again.
         """
-        groups = self.optimizer.param_groups
-        common = [{**group} for group in groups]
-        settings = copy_settings(groups)  # a hook can change a learning rate in place
+        groups, attributes = self.optimizer.param_groups, vars(self.optimizer)
+        holders = [*groups, attributes]
+        common = [{**item} for item in list_settings(self.optimizer)]
+        settings = copy_settings(self.optimizer)  # a hook can change a learning rate in place
         own = {at: pair for at, pair in self._own[worker].items() if are_equal(pair[0], settings.get(at))}
         settings |= {at: value for at, (_, value) in own.items()}
         for (number, name), value in settings.items():
-            groups[number][name] = value
+            holders[number][name] = value
         self.optimizer.state.update(self._states[worker])
         self._hook.remove()
         self._hook = self.optimizer.register_step_pre_hook(self._begin_update)  # after the script's hooks
@@ -105,19 +112,16 @@ class WorkerStates:
         self._is_updating = True
         self.optimizer.step()
         self._is_updating = False
-        begun_with, numbers = self._noted[0]  # the step of a class may call that of its base class
-        if changed := sorted(self._read_numbers() - numbers):
-            raise InvalidValue(
-                f"{type(self.optimizer).__name__}.step() changes the attribute {changed[0][0]}, of which each worker "
-                "needs its own: keep it in param_groups, or use another inner_optimizer",
-                code="SS615",
-            )
+        begun_with = self._noted[0]  # the step of a class may call that of its base class
         self._keep_state(worker)
         self._own[worker] = {
             (number, name): (deepcopy(common[number].get(name)), value)
-            for (number, name), value in copy_settings(groups).items()
+            for (number, name), value in copy_settings(self.optimizer).items()
             if (number, name) in own or not are_equal(begun_with.get((number, name)), value)
         }
+        for name in list_settings(self.optimizer)[-1]:
+            del attributes[name]
+        attributes.update(common.pop())
         for group, before in zip(groups, common, strict=True):
             group.clear()
             group.update(before)
@@ -130,11 +134,7 @@ class WorkerStates:
                 "remove the call; for what belongs before it, use inner_optimizer.register_step_pre_hook",
                 code="SS615",
             )
-        self._noted.append((copy_settings(self.optimizer.param_groups), self._read_numbers()))
-
-    def _read_numbers(self) -> set[Any]:
-        """Return the names and values of the optimizer's attributes that are numbers."""
-        return {(name, value) for name, value in vars(self.optimizer).items() if type(value) in (int, float)}
+        self._noted.append(copy_settings(self.optimizer))
 
     # --- snapshots --------------------------------------------------------------------------------------------
 
