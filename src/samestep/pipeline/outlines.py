@@ -1,11 +1,14 @@
 """The shapes that a model computes on torch's meta device, each computed once."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.pipeline.nested import find_tensors, map_tensors
+
+MAX_KNOWN = 10_000  # results; numbers among the arguments may make each micro-batch's new
 
 
 class Outlines(TorchFunctionMode):
@@ -16,41 +19,36 @@ class Outlines(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Any, Any] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given: list[Tensor] = []
-        key = func, _describe(args, given), _describe(kwargs, given)
-        if func.__name__ == "__get__" or not given or not all(each.is_meta for each in given) or not _is_hashable(key):
+        key = func, _describe(args), _describe(kwargs)
+        try:
+            known = self._known.get(key)
+        except TypeError:  # an argument has no hash
             return func(*args, **kwargs)
-        if key in self._known:
-            return tree_map_only(Tensor, Tensor.clone, self._known[key])
+        if known is not None:
+            return map_tensors(Tensor.clone, known)
         result = func(*args, **kwargs)
-        found = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        given, found = find_tensors((args, kwargs)), find_tensors(result)
         # A function that writes to an argument, and returns it, may change more than its shape.
-        if found and not any(each is one for each in found for one in given):
-            self._known[key] = tree_map_only(Tensor, Tensor.detach, result)
+        is_new = found and not any(each is one for each in found for one in given)
+        if is_new and given and all(each.is_meta for each in given) and func.__name__ != "__get__":
+            if len(self._known) == MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = map_tensors(Tensor.detach, result)
         return result
 
 
-def _describe(value: Any, found: list[Tensor]) -> Any:
-    """Return what the shape of a function's result depends on. Adds the tensors in `value` to `found`."""
+def _describe(value: Any) -> Any:
+    """Return what the shape of a function's result depends on."""
     if isinstance(value, Tensor):
-        found.append(value)
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return type(value), *(_describe(each, found) for each in value)
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, tuple | list):
+        return type(value), *map(_describe, value)
     if isinstance(value, dict):
-        return tuple((key, _describe(each, found)) for key, each in value.items())
+        return (*((key, _describe(each)) for key, each in value.items()),)
     return type(value), value
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

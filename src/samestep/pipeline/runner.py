@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from samestep.data.loader import seed_all
 from samestep.engine.leaf import NONE, drop_grads, read_grad, run_backward_alone
 from samestep.errors import Error, UsageError
 from samestep.pipeline.messages import Messages
+from samestep.pipeline.nested import find_tensors, map_tensors
 from samestep.pipeline.outlines import Outlines
 from samestep.pipeline.schedule import Kind, build_schedule, find_held, list_positions
 from samestep.pipeline.stage_check import StageCheck
@@ -172,7 +172,7 @@ class Pipeline:
             with self._explaining():
                 result = function(batch)
                 self._check_end(flight)
-                if any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves(result)):
+                if any(each.is_meta for each in find_tensors(result)):
                     raise RuntimeError("the result is on the meta device")
         except _Leave:
             pass
@@ -235,13 +235,13 @@ class Pipeline:
         flight.stage = 0
         if self.held.start:
             self._modes.enter_context(self._outlines)
-            return tree_map_only(Tensor, _outline, (args, kwargs))
-        self._enter_check(flight, tree_leaves((args, kwargs)))
+            return map_tensors(_outline, (args, kwargs))
+        self._enter_check(flight, find_tensors((args, kwargs)))
         return None
 
-    def _enter_check(self, flight: _Flight, inputs: Sequence[Any]) -> None:
+    def _enter_check(self, flight: _Flight, inputs: Sequence[Tensor]) -> None:
         if flight.check is not None:
-            flight.check.begin(flight.stage, [each for each in inputs if isinstance(each, Tensor)])
+            flight.check.begin(flight.stage, inputs)
             self._modes.enter_context(flight.check)
 
     def _end(self, *_: Any) -> None:
@@ -285,8 +285,7 @@ class Pipeline:
             )
         if stage >= self.held.start:
             self._modes.close()
-        leaves, structure = tree_flatten((args, kwargs))
-        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        tensors = find_tensors((args, kwargs))
         has_graph = torch.is_grad_enabled() and flight.check is None  # which sees whether a stage writes to them
         if stage - 1 in self.held:
             if flight.check is not None:
@@ -308,7 +307,7 @@ class Pipeline:
         # Not as the outputs: their graph is known on the rank before only.
         flight.inputs[stage] = [each.requires_grad_() for each in inputs if has_graph and each.is_floating_point()]
         left = iter(inputs)
-        return tree_unflatten([next(left) if isinstance(each, Tensor) else each for each in leaves], structure)
+        return map_tensors(lambda _: next(left), (args, kwargs))
 
     # --- backward ---------------------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.errors import UsageError
+from samestep.pipeline.nested import find_tensors
 from samestep.pipeline.stages import StagedModel
 from samestep.torch_internals import read_version
 
@@ -71,7 +71,7 @@ class StageCheck(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)  # the compiled code must be that of later micro-batches
         name = func.__name__
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        given = find_tensors((args, kwargs))
         if given and name in READERS and self._stage < self._last:
             raise UsageError(
                 f"stage {self._stage} of {self._name} reads values of a tensor ({name}), which the ranks of later "
@@ -83,7 +83,7 @@ class StageCheck(TorchFunctionMode):
         except RuntimeError:
             self.refuse_foreign(given, name)
             raise
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        made = find_tensors(result)
         if made:
             self.refuse_foreign(given, name)
         self._add(made)
