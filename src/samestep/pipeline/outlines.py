@@ -35,8 +35,8 @@ class Outlines(TorchFunctionMode):
         result = func(*args, **kwargs)
         given, found = find_tensors((args, kwargs)), find_tensors(result)
         # A function that writes to an argument, and returns it, may change more than its shape.
-        is_new = found and not any(each is one for each in found for one in given)
-        if is_new and given and all(each.is_meta for each in given) and func.__name__ != "__get__":
+        is_new = {*map(id, found)}.isdisjoint(map(id, given))
+        if found and is_new and all(each.is_meta for each in given + found) and func.__name__ != "__get__":
             if len(self._known) == MAX_KNOWN:
                 self._known.clear()
             self._known[key] = map_tensors(Tensor.detach, result)
