@@ -352,17 +352,15 @@ def _place_models(
     group = context.group
     if parted:
         divide_models(parted, group, sharded_init, objects)
-        for interceptor in interceptors:
-            interceptor.prepare(objects.modules)
-        return
-    for module in objects.modules.values():
+    whole = [] if parted else [*objects.modules.values()]
+    for module in whole:
         if shard != "fsdp2":
             sharded_init.fill(module)
         if not keeps_devices and not is_partial(module):
             module.to(context.device)
     for interceptor in interceptors:
         interceptor.prepare(objects.modules)
-    tensors = [each for module in objects.modules.values() for each in (*module.parameters(), *module.buffers())]
+    tensors = [each for module in whole for each in (*module.parameters(), *module.buffers())]
     group.broadcast_tensors([each for each in tensors if not is_partial(each)])
 
 
