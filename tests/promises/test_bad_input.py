@@ -141,9 +141,9 @@ def test_full_disk_without_snapshots(disk: Path, capfd: pytest.CaptureFixture[st
             fill(filler)
 
     def train() -> None:
-        from samestep.snapshot import run_directory
+        from samestep.snapshot import logs, run_directory
 
-        run_directory.METRICS_FLUSH_S = run_directory.LEDGER_FLUSH_S = 0.0
+        run_directory.METRICS_FLUSH_S = logs.LEDGER_FLUSH_S = 0.0
         tiny_run(run_dir, snapshot_every=None, log_every=2, then=then)
 
     samestep.spawn(train, 2)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import IntEnum
@@ -20,7 +19,6 @@ from states import assert_same, decode
 
 from samestep.decoding import parse_json
 from samestep.errors import InvalidType
-from samestep.snapshot import serialization
 from samestep.snapshot.serialization import (
     MAX_LEVELS,
     SavedState,
@@ -112,17 +110,6 @@ def test_others_can_read_the_tensors(dtype: torch.dtype, tmp_path: Path) -> None
     tensor = torch.randint(0, 2, (3, 5), dtype=torch.uint8).to(dtype)
     restore({"a": {"b": tensor, "odd": torch.ones(3, dtype=torch.int8)}}, tmp_path)
     assert_same(load_file(tmp_path / "tensors.safetensors")["a/b"], tensor)
-
-
-def test_an_error_of_the_hashing_thread_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hash_bytes(data: bytes | memoryview) -> str:
-        if threading.current_thread() is not threading.main_thread():
-            raise MemoryError
-        return ""
-
-    monkeypatch.setattr(serialization, "hash_bytes", hash_bytes)
-    with (tmp_path / "x").open("wb") as file, pytest.raises(MemoryError):
-        write_tensors(file, {"weight": torch.ones(3)})
 
 
 def test_the_versions_of_a_models_modules_come_back(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ it is not in the caches after a backward pass.
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from operator import or_
+from operator import methodcaller, or_
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ NUM_ROWS = 2
 ROW_BITS = 32
 ROW_ELEMENTS = 1024  # of a longer row, only so many are read
 _compute_crc: Callable[[Any], int] = zlib.crc32  # noqa: TID251 as BLAKE2b takes four times as long
+_view_bytes: Callable[[Tensor], Tensor] = methodcaller("view", torch.uint8)
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread evenly (Knuth, vol. 3, 6.4)
 
 
@@ -45,11 +46,11 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int, *, is_divided: b
             continue
         whole = grad if grad.ndim else grad.view(1)
         row = (step * _FACTOR % 2**64) * whole.shape[0] >> 64
-        if is_sharded(whole):
+        if is_divided and is_sharded(whole):
             row -= find_first_row(whole)
             whole = get_local(whole)
         if 0 <= row < whole.shape[0]:
-            rows[k] = whole.select(0, row).reshape(-1)[:ROW_ELEMENTS].clone().view(torch.uint8)
+            rows[k] = whole.select(0, row).reshape(-1)[:ROW_ELEMENTS]
     wait = copy_to_host(rows.values())
     return partial(_join, [*rows], wait) if is_divided else partial(_sum_up, wait)
 
@@ -69,9 +70,9 @@ def add_checksums(checksums: Sequence[int]) -> int:
 
 
 def _sum_up(wait: Callable[[], Sequence[Tensor]]) -> int:
-    return sum(map(_compute_crc, map(Tensor.numpy, wait()))) % (1 << ROW_BITS)
+    return sum(map(_compute_crc, map(Tensor.numpy, map(_view_bytes, wait())))) % (1 << ROW_BITS)
 
 
 def _join(numbers: Sequence[int], wait: Callable[[], Sequence[Tensor]]) -> int:
-    checksums = map(_compute_crc, map(Tensor.numpy, wait()))
+    checksums = map(_compute_crc, map(Tensor.numpy, map(_view_bytes, wait())))
     return sum(checksum << ROW_BITS * k for k, checksum in zip(numbers, checksums, strict=True))

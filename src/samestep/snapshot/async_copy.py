@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,8 +140,7 @@ class Staging:
         return {name: buffer for (name, *_), buffer in self._buffers.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class _Slice:
+class _Slice(NamedTuple):
     """A tensor, or a slice of one.
 
     Attributes:
@@ -185,9 +184,10 @@ class Copy:
         self._later: list[_Slice] = []
         at_once: dict[Any, list[_Slice]] = {}  # by device
         for name, tensor in tensors.items():
-            is_late = locate(tensor) in stable and is_detectable(tensor)
+            place = locate(tensor)
+            is_late = place in stable and is_detectable(tensor)
             slices = self._later if is_late else at_once.setdefault(tensor.device, [])
-            slices.append(_Slice(locate(tensor), tensor.detach(), targets.get(name)))
+            slices.append(_Slice(place, tensor.detach(), targets.get(name)))
         self._detector = WriteDetector(each.source for each in self._later)
         for slices in at_once.values():
             self._take(slices)
@@ -325,8 +325,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 def is_detectable(tensor: Tensor) -> bool:
     """Return whether a tensor is large and dense, so that `WriteDetector` can detect writes to it."""
-    is_plain = not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
-    return tensor.nbytes >= LARGE_BYTES and is_plain and is_dense(tensor)
+    if tensor.nbytes < LARGE_BYTES:
+        return False
+    return not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg()) and is_dense(tensor)
 
 
 def _flatten(tensor: Tensor) -> Tensor:

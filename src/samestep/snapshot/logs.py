@@ -23,6 +23,7 @@ from samestep.plan.ledger import RECORD, Entry
 MAX_KEPT = 10_000  # rows, and records: the writer's files are at most a second old
 MAX_READ_BYTES = 64 << 20  # of the rows of a start, which may be many: the last ones
 NUM_READ = 1 << 16  # records at a time
+LEDGER_FLUSH_S = 0.1  # a restart counts the steps that a crash lost by the ledger
 
 
 class AppendLog:
@@ -106,31 +107,35 @@ class AppendLog:
 
 
 class StepRecords:
-    """Records finished steps. The record of the last one waits, since its gradient may not be computed yet.
+    """Records finished steps, those of `LEDGER_FLUSH_S` together: in a loop, records take less time.
 
     Attributes:
-        waiting: returns this record; None as long as it is not known.
+        waiting: for each of these steps, returns its record; for the last one None, as long as it is not known.
     """
 
-    waiting: Callable[[], Entry | None] | None = None
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], Entry | None]] = []
+        self._recorded_s = monotonic()
 
     def enter(self, get_entry: Callable[[], Entry | None]) -> None:
-        """Record a finished step, at the next call or `record_last`.
+        """Record a finished step, at a later call or `record_known`.
 
         Args:
-            get_entry: returns the record; None as long as it is not known.
+            get_entry: returns the record; None as long as it is not known, since the gradient may not be computed yet.
         """
-        self.record_last()
-        self.waiting = get_entry
+        if monotonic() - self._recorded_s >= LEDGER_FLUSH_S:
+            self.record_known()
+        self.waiting.append(get_entry)
 
-    def record_last(self) -> None:
-        """Record a step that waits, if its record is known."""
-        if self.waiting is not None and (entry := self.waiting()) is not None:
-            self.waiting = None
-            self._record(entry)
+    def record_known(self) -> None:
+        """Record the steps that wait, if their records are known."""
+        self._recorded_s = monotonic()
+        entries = [entry for get_entry in self.waiting if (entry := get_entry()) is not None]
+        del self.waiting[: len(entries)]
+        self._record(entries)
 
-    def _record(self, entry: Entry) -> None:
-        """Keep a record."""
+    def _record(self, entries: Sequence[Entry]) -> None:
+        """Keep records."""
 
 
 def format_row(row: Mapping[str, Any]) -> bytes:
@@ -178,6 +183,7 @@ class KeptLogs(StepRecords):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.heals: list[Heal] = []  # of this start: the writer may not record the last ones before it dies
         self._rows: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)  # step, line
         self._records: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)
@@ -187,8 +193,8 @@ class KeptLogs(StepRecords):
         """Keep a row. It has a "step"."""
         self._rows.append((row["step"], format_row(row)))
 
-    def _record(self, entry: Entry) -> None:
-        self._records.append((entry.step, RECORD.pack(*entry)))
+    def _record(self, entries: Sequence[Entry]) -> None:
+        self._records.extend((entry.step, RECORD.pack(*entry)) for entry in entries)
 
     def resume(self, num_bytes: int) -> None:
         """Forget the rows so far, because an earlier start has written them.
@@ -216,9 +222,10 @@ class KeptLogs(StepRecords):
             NotHealed: a file ends before what is kept begins.
             OSError: they cannot be written.
         """
-        self.record_last()
-        # With divided gradients, the next exchange completes the last record.
-        num_known = steps_done - (self.waiting is not None)
+        self.record_known()
+        num_known = steps_done - len(
+            self.waiting
+        )  # with divided gradients, the next exchange completes the last record
         num_recorded = min(ledger.flush() // RECORD.size, num_known)
         missing = [record for step, record in self._records if num_recorded <= step < num_known]
         if len(missing) != num_known - num_recorded:

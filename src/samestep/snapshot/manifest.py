@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from samestep.decoding import Count, Json, Object, convert, decode, parse_json
+from samestep.decoding import Count, Json, Object, convert, decode
 from samestep.files import open_regular, read_bytes
 from samestep.hashing import hash_bytes, hash_chunks
 from samestep.version import __version__
@@ -69,7 +69,7 @@ def build_manifest(
         "files": files,
         "meta": meta,
     }
-    return seal(parse_json(json.dumps(written, allow_nan=False)))  # as a reader parses it
+    return seal(written)
 
 
 def name_part(rank: int) -> str:

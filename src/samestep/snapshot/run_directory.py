@@ -5,12 +5,13 @@ directory change its attributes.
 """
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import takewhile
+from itertools import starmap, takewhile
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -45,9 +46,7 @@ from samestep.watch.records import (
 )
 from samestep.world.environment import Restart, advise, read_host
 
-# a restart counts the steps that a crash lost by the ledger
 METRICS_FLUSH_S = 1.0
-LEDGER_FLUSH_S = 0.1
 
 _open: WeakValueDictionary[Path, "RunDirectory"] = WeakValueDictionary()  # of this process
 
@@ -74,6 +73,7 @@ class RunDirectory(StepRecords):
     """
 
     def __init__(self, named: Path, *, warn: Callable[[str], None]) -> None:
+        super().__init__()
         self.named = named
         self._warn = warn
         self.lost = ""
@@ -245,7 +245,7 @@ class RunDirectory(StepRecords):
     def _open_logs(self) -> tuple[AppendLog, AppendLog]:
         self._logs = (
             AppendLog(self.path / METRICS, self._warn, flush_s=METRICS_FLUSH_S),
-            AppendLog(self.path / LEDGER, self._warn, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size),
+            AppendLog(self.path / LEDGER, self._warn, flush_s=0.0, record_bytes=LEDGER_RECORD.size),
         )
         return self._logs
 
@@ -376,14 +376,14 @@ class RunDirectory(StepRecords):
             metrics.append(rows)
             metrics.flush()
 
-    def _record(self, entry: Entry) -> None:
-        self._get_logs()[1].append(LEDGER_RECORD.pack(*entry))
+    def _record(self, entries: Sequence[Entry]) -> None:
+        self._get_logs()[1].append(b"".join(starmap(LEDGER_RECORD.pack, entries)))
 
     def complete_logs(self) -> None:
         """Write all pending rows and records. If that fails, set `lost`, and warn the first time."""
         if self._logs is None:
             return
-        self.record_last()
+        self.record_known()
         before = self.lost
         problem = self.lost = ""
         for log in self._logs:
@@ -413,7 +413,7 @@ class RunDirectory(StepRecords):
         """
         metrics, ledger = self._get_logs()
         self.check()
-        self.record_last()
+        self.record_known()
         ledger.flush()
         return {
             "epoch": epoch,
@@ -462,6 +462,7 @@ class RunDirectory(StepRecords):
             return False
         self._lock.forget()
         self._lock = None
+        self._recorded_s = -math.inf  # the next step records at once, which raises an error
         _open.pop(self._key, None)
         return True
 

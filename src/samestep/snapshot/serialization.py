@@ -14,7 +14,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from threading import Thread
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,7 +25,7 @@ from samestep.decoding import MAX_DEPTH, Json
 from samestep.errors import InvalidType
 from samestep.files import open_regular
 from samestep.hashing import hash_bytes, view_bytes
-from samestep.processes import at_rest, at_work
+from samestep.processes import at_rest
 from samestep.snapshot.manifest import METADATA, Extent, Extents
 from samestep.torch_internals import get_local, is_sharded
 
@@ -79,13 +78,16 @@ def encode(state: Any, is_mine: Callable[[Tensor], bool] | None = None) -> tuple
 
 def list_tensors(structure: Any) -> dict[str, int]:
     """Return the names of the tensors in an encoded state, with their sizes in bytes."""
-    if isinstance(structure, dict) and structure.get(KIND) == "tensor":
-        return {structure["name"]: math.prod(structure["shape"]) * _find_dtype(structure["dtype"]).itemsize}
-    if isinstance(structure, dict):
-        structure = [*structure.values()]
-    if not isinstance(structure, list):
-        return {}
-    return {name: size for item in structure for name, size in list_tensors(item).items()}
+    sizes = {}
+    values = [structure]
+    for value in values:  # which grows
+        if isinstance(value, dict) and value.get(KIND) == "tensor":
+            sizes[value["name"]] = math.prod(value["shape"]) * _find_dtype(value["dtype"]).itemsize
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+    return sizes
 
 
 def digest(state: Any) -> str:
@@ -131,40 +133,22 @@ def lay_out_tensors(
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Extents:
     """Write a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
-    Returns when the file is on the disk. Another thread hashes meanwhile, which takes as long as writing and syncing.
-    Each thread copies at most one tensor at a time, and only if it is on a device or not contiguous.
+    Returns when the file is on the disk, which writes a tensor while that is hashed. Copies at most one tensor at a
+    time, and only if it is on a device or not contiguous.
     """
     header, names = lay_out_tensors(tensors)
     extents = [Extent(METADATA, len(header), hash_bytes(header))]
     file.write(header)
-
-    failures: list[Exception] = []
-
-    def hash_all() -> None:
-        try:
-            for name in names:
-                with at_work():
-                    data = view_bytes(tensors[name])
-                extents.append(Extent(name, len(data), hash_bytes(data)))
-        except Exception as error:  # such as a lack of memory
-            failures.append(error)
-
-    # Not concurrent.futures, which starts no thread after the main thread has ended.
-    hashing = Thread(target=hash_all, name="samestep hashing")
-    hashing.start()
-    try:
-        for name in names:
-            data = view_bytes(tensors[name])
-            with at_rest():
-                file.write(data)
+    for name in names:
+        data = view_bytes(tensors[name])
         with at_rest():
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        with at_rest():  # a fork may wait for this thread, and the other one for the fork
-            hashing.join()
-    if failures:
-        raise failures[0]
+            start = file.tell()
+            file.write(data)
+            os.posix_fadvise(file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)  # begin to write it to the disk
+            extents.append(Extent(name, len(data), hash_bytes(data)))
+    with at_rest():
+        file.flush()
+        os.fsync(file.fileno())
     return extents
 
 

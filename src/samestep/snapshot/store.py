@@ -8,7 +8,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,20 +111,24 @@ class Store:
         self.path = Path(run_dir) / SNAPSHOTS
         self.inbox = self.path / f"{_WRITING}inbox"
         self._named = Path(named or run_dir) / SNAPSHOTS
-        self._problems: dict[Path, str] = {}  # of snapshots whose manifests and sizes show none
+        # Of snapshots whose manifests and sizes show none. None: this store has written it.
+        self._problems: dict[Path, str | None] = {}
         self._has_created = False
 
     # --- read -------------------------------------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:
         """Return all snapshots, including damaged ones, the oldest first; judged by manifests and file sizes."""
+        return sorted(map(self._read, self._list()), key=lambda snapshot: snapshot.age)
+
+    def _list(self) -> list[Path]:
+        """Return the directories of the snapshots."""
         try:
             # Unlike `entry.is_dir`, `isdir` raises no error for a link to itself.
             names = [entry.name for entry in os.scandir(self.path) if os.path.isdir(entry)]
         except FileNotFoundError:
             return []
-        found = [self._read(self.path / name) for name in names if DIRECTORY.fullmatch(name)]
-        return sorted(found, key=lambda snapshot: snapshot.age)
+        return [self.path / name for name in names if DIRECTORY.fullmatch(name)]
 
     def note_remote(self, url: str, snapshots: Sequence[Snapshot], problem: str = "") -> None:
         """Note what is at the run's URL. `problem`: why none of it can be used, if one was wanted."""
@@ -311,8 +314,13 @@ class Store:
         return ""
 
     def prune(self, keep: int) -> None:
-        """Remove the snapshots of `list_outdated`."""
-        for snapshot in list_outdated(self.snapshots(), keep):
+        """Remove the snapshots of `list_outdated`. Those that this store has written are not read again."""
+        known = self._problems
+        found = [
+            Snapshot.from_manifest(path, {}, known[path]) if path in known else self._read(path)
+            for path in self._list()
+        ]
+        for snapshot in list_outdated(found, keep):
             self._remove(snapshot.path)
 
     def abandon(self, snapshots: Sequence[Snapshot]) -> None:
@@ -347,14 +355,13 @@ class Store:
             self._remove(target)
         move_directory(directory, target)
         _sync(self.path)
-        self._problems.pop(target, None)
+        self._problems[target] = None
 
     def _remove(self, path: Path) -> None:
         # Renamed first, so that no reader finds a snapshot of which half is gone.
-        doomed = self.path / f"{_WRITING}doomed-{path.name}"
-        with suppress(OSError):
-            _delete(doomed)
+        doomed = self.path / f"{_WRITING}doomed-{path.name}.{secrets.token_hex(4)}"
         move_directory(path, doomed)
+        self._problems.pop(path, None)
         _delete(doomed)
 
 
