@@ -4,6 +4,7 @@ Parameters and the optimizer's state change only in an update. Their copy may ru
 pass, and must be complete before the next update. All other tensors are copied at once.
 """
 
+import cmath
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -320,7 +321,7 @@ def is_finite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     # A sum takes one pass. It is not finite if an element is not finite; otherwise it rarely overflows.
-    return bool(torch.isfinite(tensor.detach().sum()) or torch.isfinite(tensor).all())
+    return cmath.isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def is_detectable(tensor: Tensor) -> bool:

@@ -12,6 +12,8 @@ import os
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +32,7 @@ from samestep.snapshot.manifest import METADATA, Extent, Extents
 from samestep.torch_internals import get_local, is_sharded
 
 KIND = "$"
+_LARGE_BYTES = 1 << 20  # of a tensor, which takes the processor and the disk longer than to pause and begin
 _ARRAY_KINDS = "biufcSUmM"  # NumPy's kinds of dtypes that hold no objects
 _Path = tuple[Any, ...]
 
@@ -138,14 +141,16 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Extents:
     """
     header, names = lay_out_tensors(tensors)
     extents = [Extent(METADATA, len(header), hash_bytes(header))]
-    file.write(header)
+    start = file.write(header)
     for name in names:
         data = view_bytes(tensors[name])
-        with at_rest():
-            start = file.tell()
+        is_large = len(data) >= _LARGE_BYTES
+        with at_rest() if is_large else nullcontext():
             file.write(data)
-            os.posix_fadvise(file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)  # begin to write it to the disk
+            if is_large:  # let the disk begin
+                os.posix_fadvise(file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
             extents.append(Extent(name, len(data), hash_bytes(data)))
+        start += len(data)
     with at_rest():
         file.flush()
         os.fsync(file.fileno())
@@ -337,7 +342,7 @@ class _Encoder:
         """Return a dict as JSON. Subclasses are lost, except for Counter and the versions in a model's state_dict."""
         versions = getattr(value, "_metadata", None)  # of the modules; load_state_dict reads them
         is_counter = isinstance(value, Counter)
-        if versions is None and not is_counter and KIND not in value and all(type(key) is str for key in value):
+        if versions is None and not is_counter and KIND not in value and {*map(type, value)} <= {str}:
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         items = [[self._encode_key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
         if versions is not None:
@@ -354,15 +359,14 @@ class _Encoder:
 
     def _encode_tensor(self, tensor: Tensor, path: _Path) -> Any:
         """Return a tensor as JSON. Of a sharded tensor, the JSON has the whole shape, and the rank stores its rows."""
-        local = get_local(tensor).detach()
+        local = get_local(tensor)
         dtype = _name_dtype(tensor.dtype)
         is_elsewhere = tensor.is_meta and self._is_mine is not None
         if not is_elsewhere and (tensor.layout != torch.strided or tensor.is_meta or dtype not in _CODES):
             raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
-        memory = id(tensor) if tensor.is_meta else local.untyped_storage().data_ptr()
+        memory = id(tensor) if tensor.is_meta else local.data_ptr()
         strides = local.stride()
-        offset = local.storage_offset()
-        key = tensor.device, memory, offset, tensor.shape, strides, dtype, local.is_conj(), local.is_neg()
+        key = tensor.device, memory, tensor.shape, strides, dtype, local.is_conj(), local.is_neg()
         if key not in self._named:
             name = self._find_name(path)
             self._named[key] = name, local
@@ -371,7 +375,7 @@ class _Encoder:
                 self.tensors[name] = local
         encoded = {KIND: "tensor", "name": self._named[key][0], "dtype": dtype, "shape": list(tensor.shape)}
         is_whole = local.shape == tensor.shape
-        if is_whole and strides != torch.empty(local.shape, device="meta").stride() and is_dense(local):
+        if is_whole and strides != _list_strides(local.shape) and is_dense(local):
             encoded["strides"] = list(strides)  # the next update has the same bits in the same layout only
         return encoded
 
@@ -397,6 +401,12 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
     if kind == "tensor":
         return {KIND: kind, "dtype": value["dtype"], "shape": value["shape"], "sha256": hashes[value["name"]]}
     return {key: _canonical(item, hashes) for key, item in value.items()}
+
+
+@lru_cache
+def _list_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a new tensor, in row-major order."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def _name_dtype(dtype: torch.dtype) -> str:
