@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import chain, count
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +34,7 @@ from samestep.torch_internals import get_local, is_sharded
 
 KIND = "$"
 _LARGE_BYTES = 1 << 20  # of a tensor, which takes the processor and the disk longer than to pause and begin
+_encode_json = json.JSONEncoder().encode
 _ARRAY_KINDS = "biufcSUmM"  # NumPy's kinds of dtypes that hold no objects
 _Path = tuple[Any, ...]
 
@@ -396,8 +398,8 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
     kind = value.get(KIND, "dict")
     if kind in ("dict", "counter", "state_dict"):
         pairs = value["items"] if KIND in value else value.items()
-        items = [[json.dumps(key), _canonical(item, hashes)] for key, item in pairs]
-        return {KIND: "counter" if kind == "counter" else "dict", "items": sorted(items, key=lambda pair: pair[0])}
+        items = [[_encode_json(key), _canonical(item, hashes)] for key, item in pairs]
+        return {KIND: "counter" if kind == "counter" else "dict", "items": sorted(items, key=itemgetter(0))}
     if kind == "tensor":
         return {KIND: kind, "dtype": value["dtype"], "shape": value["shape"], "sha256": hashes[value["name"]]}
     return {key: _canonical(item, hashes) for key, item in value.items()}

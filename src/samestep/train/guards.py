@@ -258,7 +258,7 @@ class ReplicaChecks:
         """Return the content of a snapshot after `step` steps. `contents`, `notes`, `share`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         is_parted = self._group.ranks_per_replica > 1
-        replicated = name_replicated(self._objects)
+        replicated = name_replicated(self._objects) if is_due or self._is_divided else {}
         stable = list_stable(self._objects)
         return TrainingState(
             contents,
