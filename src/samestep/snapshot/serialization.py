@@ -33,7 +33,7 @@ from samestep.snapshot.manifest import METADATA, Extent, Extents
 from samestep.torch_internals import get_local, is_sharded
 
 KIND = "$"
-_LARGE_BYTES = 1 << 20  # of a tensor, which takes the processor and the disk longer than to pause and begin
+_LARGE_BYTES = 1 << 18  # of a tensor, whose hash takes longer than to let the disk begin
 _encode_json = json.JSONEncoder().encode
 _ARRAY_KINDS = "biufcSUmM"  # NumPy's kinds of dtypes that hold no objects
 _Path = tuple[Any, ...]
@@ -138,21 +138,21 @@ def lay_out_tensors(
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Extents:
     """Write a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
-    Returns when the file is on the disk, which writes a tensor while that is hashed. Copies at most one tensor at a
-    time, and only if it is on a device or not contiguous.
+    Returns when the file is on the disk, which writes a large tensor while that is hashed. Copies at most one tensor at
+    a time, and only if it is on a device or not contiguous.
     """
     header, names = lay_out_tensors(tensors)
     extents = [Extent(METADATA, len(header), hash_bytes(header))]
-    start = file.write(header)
+    last = end = file.write(header)
     for name in names:
         data = view_bytes(tensors[name])
         is_large = len(data) >= _LARGE_BYTES
         with at_rest() if is_large else nullcontext():
-            file.write(data)
-            if is_large:  # let the disk begin
-                os.posix_fadvise(file.fileno(), start, len(data), os.POSIX_FADV_DONTNEED)
+            end += file.write(data)
+            if is_large:  # the disk begins to write it, and the memory of the tensor before is used again
+                os.posix_fadvise(file.fileno(), last, end - last, os.POSIX_FADV_DONTNEED)
+                last = end - len(data)
             extents.append(Extent(name, len(data), hash_bytes(data)))
-        start += len(data)
     with at_rest():
         file.flush()
         os.fsync(file.fileno())
