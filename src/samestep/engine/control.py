@@ -30,11 +30,14 @@ Value = float | Tensor  # a tensor only on a GPU: float64, not copied to the hos
 
 
 def copy_to_host(tensors: Iterable[Tensor]) -> Callable[[], list[Tensor]]:
-    """Begin to copy tensors to the host. Returns a function that waits for the copies, and returns them."""
+    """Begin to copy tensors to the host. Returns a function that waits for the copies, and returns them.
+
+    A tensor on the CPU is returned itself.
+    """
     copies: list[Tensor] = []
     events: list[Any] = []
     for tensor in tensors:
-        copies.append(tensor.to("cpu", non_blocking=True, copy=True))
+        copies.append(tensor.to("cpu", non_blocking=True))
         if tensor.is_cuda:
             events.append(event := torch.cuda.Event())
             event.record(torch.cuda.current_stream(tensor.device))

@@ -9,7 +9,7 @@ it is not in the caches after a backward pass.
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from operator import methodcaller, or_
+from operator import attrgetter, methodcaller, or_
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ NUM_ROWS = 2
 ROW_BITS = 32
 ROW_ELEMENTS = 1024  # of a longer row, only so many are read
 _compute_crc: Callable[[Any], int] = zlib.crc32  # noqa: TID251 as BLAKE2b takes four times as long
+_is_on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")
 _view_bytes: Callable[[Tensor], Tensor] = methodcaller("view", torch.uint8)
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread evenly (Knuth, vol. 3, 6.4)
 
 
 def compute_checksum(grads: Sequence[Tensor | None], step: int, *, is_divided: bool = False) -> Callable[[], int]:
-    """Read the rows of a step. Call it before the gradients change.
+    """Read the rows of a step, on a GPU later than the call. Call it before the gradients change.
 
     Args:
         grads: per parameter; None for an absent one, or one that another rank has.
@@ -50,9 +51,10 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int, *, is_divided: b
             row -= find_first_row(whole)
             whole = get_local(whole)
         if 0 <= row < whole.shape[0]:
-            rows[k] = whole.select(0, row).reshape(-1)[:ROW_ELEMENTS]
+            rows[k] = whole[row].flatten()[:ROW_ELEMENTS]
     wait = copy_to_host(rows.values())
-    return partial(_join, [*rows], wait) if is_divided else partial(_sum_up, wait)
+    read = partial(_join, [*rows], wait) if is_divided else partial(_sum_up, wait)
+    return read if any(map(_is_on_gpu, rows.values())) else partial(int, read())
 
 
 def add_checksums(checksums: Sequence[int]) -> int:
