@@ -9,7 +9,7 @@ it is not in the caches after a backward pass.
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from operator import attrgetter, methodcaller, or_
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ ROW_BITS = 32
 ROW_ELEMENTS = 1024  # of a longer row, only so many are read
 _compute_crc: Callable[[Any], int] = zlib.crc32  # noqa: TID251 as BLAKE2b takes four times as long
 _is_on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")
-_view_bytes: Callable[[Tensor], Tensor] = methodcaller("view", torch.uint8)
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread evenly (Knuth, vol. 3, 6.4)
 
 
@@ -51,7 +50,7 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int, *, is_divided: b
             row -= find_first_row(whole)
             whole = get_local(whole)
         if 0 <= row < whole.shape[0]:
-            rows[k] = whole[row].flatten()[:ROW_ELEMENTS]
+            rows[k] = whole[row].flatten()[:ROW_ELEMENTS].contiguous().view(torch.uint8)
     wait = copy_to_host(rows.values())
     read = partial(_join, [*rows], wait) if is_divided else partial(_sum_up, wait)
     return read if any(map(_is_on_gpu, rows.values())) else partial(int, read())
@@ -72,9 +71,9 @@ def add_checksums(checksums: Sequence[int]) -> int:
 
 
 def _sum_up(wait: Callable[[], Sequence[Tensor]]) -> int:
-    return sum(map(_compute_crc, map(Tensor.numpy, map(_view_bytes, wait())))) % (1 << ROW_BITS)
+    return sum(map(_compute_crc, map(Tensor.numpy, wait()))) % (1 << ROW_BITS)
 
 
 def _join(numbers: Sequence[int], wait: Callable[[], Sequence[Tensor]]) -> int:
-    checksums = map(_compute_crc, map(Tensor.numpy, map(_view_bytes, wait())))
+    checksums = map(_compute_crc, map(Tensor.numpy, wait()))
     return sum(checksum << ROW_BITS * k for k, checksum in zip(numbers, checksums, strict=True))

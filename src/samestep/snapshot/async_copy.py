@@ -326,9 +326,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 def is_detectable(tensor: Tensor) -> bool:
     """Return whether a tensor is large and dense, so that `WriteDetector` can detect writes to it."""
-    if tensor.nbytes < LARGE_BYTES:
-        return False
-    return not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg()) and is_dense(tensor)
+    is_large = tensor.nbytes >= LARGE_BYTES
+    return is_large and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg()) and is_dense(tensor)
 
 
 def _flatten(tensor: Tensor) -> Tensor:

@@ -223,9 +223,8 @@ class KeptLogs(StepRecords):
             OSError: they cannot be written.
         """
         self.record_known()
-        num_known = steps_done - len(
-            self.waiting
-        )  # with divided gradients, the next exchange completes the last record
+        # With divided gradients, the next exchange completes the last record.
+        num_known = steps_done - len(self.waiting)
         num_recorded = min(ledger.flush() // RECORD.size, num_known)
         missing = [record for step, record in self._records if num_recorded <= step < num_known]
         if len(missing) != num_known - num_recorded:

@@ -5,7 +5,6 @@ directory change its attributes.
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -462,7 +461,7 @@ class RunDirectory(StepRecords):
             return False
         self._lock.forget()
         self._lock = None
-        self._recorded_s = -math.inf  # the next step records at once, which raises an error
+        self._recorded_s = float("-inf")  # the next step records at once, which raises an error
         _open.pop(self._key, None)
         return True
 

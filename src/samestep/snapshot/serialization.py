@@ -13,7 +13,6 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
 from itertools import chain, count
 from operator import itemgetter
 from pathlib import Path
@@ -34,7 +33,6 @@ from samestep.torch_internals import get_local, is_sharded
 
 KIND = "$"
 _LARGE_BYTES = 1 << 18  # of a tensor, whose hash takes longer than to let the disk begin
-_encode_json = json.JSONEncoder().encode
 _ARRAY_KINDS = "biufcSUmM"  # NumPy's kinds of dtypes that hold no objects
 _Path = tuple[Any, ...]
 
@@ -88,10 +86,8 @@ def list_tensors(structure: Any) -> dict[str, int]:
     for value in values:  # which grows
         if isinstance(value, dict) and value.get(KIND) == "tensor":
             sizes[value["name"]] = math.prod(value["shape"]) * _find_dtype(value["dtype"]).itemsize
-        elif isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
+        elif isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
     return sizes
 
 
@@ -377,7 +373,13 @@ class _Encoder:
                 self.tensors[name] = local
         encoded = {KIND: "tensor", "name": self._named[key][0], "dtype": dtype, "shape": list(tensor.shape)}
         is_whole = local.shape == tensor.shape
-        if is_whole and strides != _list_strides(local.shape) and is_dense(local):
+        is_usual = local.is_contiguous() and min(local.shape, default=2) > 1  # a dimension of 1 may have any stride
+        if (
+            is_whole
+            and not is_usual
+            and strides != torch.empty(local.shape, device="meta").stride()
+            and is_dense(local)
+        ):
             encoded["strides"] = list(strides)  # the next update has the same bits in the same layout only
         return encoded
 
@@ -398,17 +400,11 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
     kind = value.get(KIND, "dict")
     if kind in ("dict", "counter", "state_dict"):
         pairs = value["items"] if KIND in value else value.items()
-        items = [[_encode_json(key), _canonical(item, hashes)] for key, item in pairs]
+        items = [[json.dumps(key), _canonical(item, hashes)] for key, item in pairs]
         return {KIND: "counter" if kind == "counter" else "dict", "items": sorted(items, key=itemgetter(0))}
     if kind == "tensor":
         return {KIND: kind, "dtype": value["dtype"], "shape": value["shape"], "sha256": hashes[value["name"]]}
     return {key: _canonical(item, hashes) for key, item in value.items()}
-
-
-@lru_cache
-def _list_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Return the strides of a new tensor, in row-major order."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def _name_dtype(dtype: torch.dtype) -> str:

@@ -315,9 +315,8 @@ class Store:
 
     def prune(self, keep: int) -> None:
         """Remove the snapshots of `list_outdated`. Those that this store has written are not read again."""
-        known = self._problems
         found = [
-            Snapshot.from_manifest(path, {}, known[path]) if path in known else self._read(path)
+            Snapshot.from_manifest(path, {}, self._problems[path]) if path in self._problems else self._read(path)
             for path in self._list()
         ]
         for snapshot in list_outdated(found, keep):
