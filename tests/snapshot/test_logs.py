@@ -3,6 +3,7 @@
 import json
 import math
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.errors import NotHealed
+from samestep.errors import NotHealed, UsageError
 from samestep.plan.ledger import RECORD, Entry, to_bits
 from samestep.snapshot import logs
 from samestep.snapshot.logs import (
@@ -24,6 +25,8 @@ from samestep.snapshot.logs import (
     format_row,
     read_records,
 )
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.run_record import ResumePoint, StartOptions
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 ROW = st.dictionaries(st.text(), VALUES, max_size=4)
@@ -102,6 +105,23 @@ def test_records_are_read_from_any_on(tmp_path: Path, num_steps: int) -> None:
 
 
 # --- a rank that takes the writer's place ---------------------------------------------------------------------------
+
+
+def test_steps_are_recorded_together_and_none_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(logs, "monotonic", lambda: now_s)
+    directory = RunDirectory(tmp_path / "run", warn=pytest.fail)
+    directory.begin(ResumePoint(), StartOptions({}))
+    num_recorded = []
+    for step, at_s in enumerate([0.0, 0.05, 0.2]):
+        now_s = at_s
+        directory.enter(partial(Entry, step, 0, 8, step))
+        num_recorded.append(count_records(directory.path / "ledger.bin"))
+    assert num_recorded == [0, 0, 2]
+    directory.close()
+    assert [each.step for each in read_records(directory.path / "ledger.bin")] == [0, 1, 2]
+    with pytest.raises(UsageError, match="was ended by a later"):
+        directory.enter(partial(Entry, 3, 0, 8, 3))
 
 
 ROWS = [

@@ -15,7 +15,7 @@ from states import assert_same, make_state, take_rows, write_divided
 from support.snapshots import read_snapshot, write_snapshot
 
 from samestep.errors import Error, InvalidValue, RunDirectoryError
-from samestep.snapshot.manifest import FORMAT, Snapshot, find_damage, name_part
+from samestep.snapshot.manifest import FORMAT, Snapshot, find_damage, name_part, read_manifest
 from samestep.snapshot.run_record import CopyContent, ResumePoint, choose
 from samestep.snapshot.serialization import digest, encode
 from samestep.snapshot.store import Store
@@ -236,6 +236,21 @@ def test_pruning_never_removes_the_newest_sound_one(store: Store) -> None:
         write(store, step + 1)
     store.prune(1)
     assert list_steps(store) == [(4, None)]
+
+
+def test_pruning_reads_only_what_another_process_has_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Store(store.path.parent), 1)
+    write(store, 2, 3, 4)
+    read: list[str] = []
+
+    def read_and_note(path: Path) -> tuple[dict[str, Any], str | None]:
+        read.append(path.name)
+        return read_manifest(path)
+
+    monkeypatch.setattr("samestep.snapshot.store.read_manifest", read_and_note)
+    store.prune(2)
+    assert read == ["step-00000001"]
+    assert list_steps(store) == [(3, None), (4, None)]
 
 
 # --- the point at which a run continues -------------------------------------------------------------------------------
