@@ -183,7 +183,7 @@ PLANTED = (
     Planted(
         "the name of the directory of snapshots is not synced", "snapshot/store.py",
         "            _sync(self.path.parent)\n", "", focus="power",
-        scenario="seed=2 script=gan every=1 steps=5 | 1 power@300 | 1",
+        scenario="seed=2 script=gan every=1 steps=5 | 1 power@200 | 1",
     ),
     Planted(
         "a snapshot is visible before its files are complete", "snapshot/store.py",
