@@ -347,7 +347,7 @@ PLANTED = (
     _heal(
         "a collective that does not count is not repeated", "world/membership.py",
         "return position < max(positions)", "return True",
-        scenario="seed=1 script=mlp every=3 steps=10 | 3 heal kill@1175 | 1",
+        scenario="seed=1 script=mlp every=3 steps=10 | 3 heal kill@1244 | 1",
     ),
     _heal(
         "nobody confirms a collective", "world/group.py",
