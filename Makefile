@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 CONSTRAINTS ?= tests/constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST = $(BIN)/pytest -n 5 --dist worksteal  # on 2 cores 4 leave a sixth of their time idle
+PYTEST = $(BIN)/pytest -n 4 --dist worksteal
 
 .PHONY: train test test-system release lint types docs peers test-adapters test-gpu test-lowest test-newest-torch newest soak sim mutants clean
 

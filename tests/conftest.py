@@ -141,6 +141,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
 
 
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave out the tests themselves, here and in all processes that tests fork."""
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     """End a child that a test has forked: it would otherwise run the next tests as a second worker."""

@@ -38,7 +38,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def is_allowed(name: str, shard: str, world_size: int, check: str, route: str, *numbers: str) -> bool:
-    if shard == "fsdp2" and (name in NOT_SHARDED or check == "CHECK_COMPUTE_EVERY"):
+    if shard == "fsdp2" and (name in NOT_SHARDED or check == "CHECK_COMPUTE_EVERY" or world_size > 3):
         return False
     if name in HEAVY and (world_size > 2 or shard == "fsdp2" or check):
         return False

@@ -19,7 +19,7 @@ def explore(*arguments: str) -> str:
 def test_random_runs_give_the_run_of_one_rank() -> None:
     """A scenario, run in two processes, also reproduces all that happens."""
     again = ("--verbose", "--scenario", "seed=5 script=gan | 3 heal kill@900/1 freeze@1500/0+3 | 2 power@700 | 1")
-    printed = explore(*again, "--pinned", "--minutes", "0.3")
+    printed = explore(*again, "--pinned", "--minutes", "0.2")
     print(printed)
     once = explore(*again)
     assert printed.startswith(once)
