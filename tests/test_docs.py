@@ -94,7 +94,7 @@ def write_scripts(page: Path, directory: Path) -> tuple[list[str], dict[str, set
     [
         ROOT / "README.md",
         *(
-            pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG))
+            pytest.param(page, marks=[pytest.mark.soak if page.name in LONG else pytest.mark.release])
             for page in sorted(DOCS.glob("*.md"))
             if page.name != "errors.md"  # its programs fail: see test_errors.py
         ),
@@ -170,6 +170,7 @@ def test_techniques_are_the_same_on_two_ranks(script: str, tmp_path: Path) -> No
     assert len(ends[0][1]) == (script == "averaged.py")
 
 
+@pytest.mark.release
 def test_make_train(tmp_path: Path) -> None:
     """Run it in the virtual environment of `make test`, if there is one; else compare the commands of make."""
     made = (ROOT / ".venv" / "installed").exists()
