@@ -82,8 +82,7 @@ class WorkerStates:
             self._states[worker] = {param: deepcopy(state) for param, state in self.optimizer.state.items()}
             self._own[worker] = {}
         self.optimizer.state.clear()
-        self._noted: list[Settings] = []  # when the update began
-        self._is_updating = False
+        self._noted: list[Settings] | None = None  # when an update began; None between updates
         self._hook = self.optimizer.register_step_pre_hook(self._begin_update)
 
     def _keep_state(self, worker: int) -> None:
@@ -108,11 +107,11 @@ class WorkerStates:
         self.optimizer.state.update(self._states[worker])
         self._hook.remove()
         self._hook = self.optimizer.register_step_pre_hook(self._begin_update)  # after the script's hooks
-        self._noted = []
-        self._is_updating = True
+        noted: list[Settings] = []
+        self._noted = noted
         self.optimizer.step()
-        self._is_updating = False
-        begun_with = self._noted[0]  # the step of a class may call that of its base class
+        self._noted = None
+        begun_with = noted[0]  # the step of a class may call that of its base class
         self._keep_state(worker)
         self._own[worker] = {
             (number, name): (deepcopy(common[number].get(name)), value)
@@ -128,7 +127,7 @@ class WorkerStates:
 
     def _begin_update(self, *_: Any) -> None:
         """Note what an update of the run begins with, and refuse one of the script."""
-        if not self._is_updating:
+        if self._noted is None:
             raise UsageError(
                 "the script has called inner_optimizer.step(), which the run calls at the end of each inner step: "
                 "remove the call; for what belongs before it, use inner_optimizer.register_step_pre_hook",
