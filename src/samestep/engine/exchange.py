@@ -222,8 +222,9 @@ class Exchange:
         self._views: list[Sequence[Tensor]] = [()] * len(plan.params)  # slices of this rank's partial sums
         self._totals: dict[int, Tensor] = {}  # number of a parameter whose sum this rank gets -> its slice
         control_bytes = self._form.size_bytes
-        last = plan.buckets[-1] if plan.buckets and self._told is layout else None
-        for bucket in plan.buckets:
+        self._buckets = plan.buckets if layout.world_size > 1 else []  # the ranks of one replica sum nothing together
+        last = self._buckets[-1] if self._buckets and self._told is layout else None
+        for bucket in self._buckets:
             route = _build_bucket_route(bucket, layout, group, control_bytes if bucket is last else 0)
             self.routes.append(route)
             for i, *slices in zip(bucket.indices, *map(bucket.view, route.parts), strict=True):
@@ -242,7 +243,7 @@ class Exchange:
         self._partial_sums = partial_sums
         self._packed = bytearray(len(self._plan.params))
         # Per bucket, how many of its gradients the last micro-batch has not computed yet.
-        self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in self._plan.buckets]
+        self._missing = [sum(param.requires_grad for param in bucket.params) for bucket in self._buckets]
         self._pending: list[PendingOp] = []
         self._failure: RuntimeError | None = None  # of `begin` or `send`; `finish` raises it
         try:
@@ -285,8 +286,8 @@ class Exchange:
     def _send_next(self) -> None:
         """Start the exchange of the next bucket, and advance that of the bucket before it."""
         number = len(self._pending)
-        if self._partial_sums.held and number < len(self._plan.buckets):
-            for i in self._plan.buckets[number].indices:
+        if self._partial_sums.held and number < len(self._buckets):
+            for i in self._buckets[number].indices:
                 if not self._packed[i]:
                     self.pack(i, None)
         self._pending.append(PendingOp(self.routes[number].run(self._tags[number]), self._group.wait_for))

@@ -57,6 +57,7 @@ class TreeSum:
         self._plan = plan
         self._partial_sums = partial_sums
         self._exchange = exchange
+        self._sender = exchange if partial_sums.layout.world_size > 1 else None  # of gradients, to other replicas
         self._run_backward = run_backward
         self.used = 0
         self._grads: dict[int, Tensor] = {}  # what step.backward has left in `.grad`, by the number of the parameter
@@ -73,13 +74,14 @@ class TreeSum:
         if factor is None:
             return 0.0
         params = self._plan.params
-        if self._exchange is None or v not in self._partial_sums.held[-1:]:
+        sender = self._sender
+        if sender is None or v not in self._partial_sums.held[-1:]:
             self._run_backward(params, loss, factor)
             self._note_all(wanted)
             return 0.0
-        with self._plan.hooks.passing_to(partial(self._send, self._exchange, wanted)):
+        with self._plan.hooks.passing_to(partial(self._send, sender, wanted)):
             self._run_backward(params, loss, factor)
-        return self._exchange.waited_s
+        return sender.waited_s
 
     def _note_all(self, wanted: set[int] | None) -> None:
         """Note all gradients after the backward pass, as dense tensors that share no memory."""
@@ -170,6 +172,8 @@ class TreeSum:
         """Complete the sums, see `Exchange.finish`."""
         if self._exchange is None:
             return [control], self.complete_alone()
+        if self._sender is None:
+            return self._exchange.finish(control)[0], self.complete_alone()
         drop_grads(self._plan.params)  # all are packed, so no memory is needed for those that were rounded
         self._grads.clear()
         self._versions.clear()
