@@ -197,7 +197,7 @@ PLANTED = (
     ),
     Planted(
         "the newest snapshots are pruned, and not the oldest", "snapshot/manifest.py",
-        "outdated += [each for each in same if each.step < oldest_kept]", "outdated += same[keep:]",
+        "if each.step < oldest_kept", "if each.step > oldest_kept",
     ),
     Planted(
         "the checksum of a manifest is not compared", "snapshot/manifest.py",
