@@ -222,6 +222,8 @@ class Buffers:
         """
         for path, name in sorted(self._list().keys() ^ self._places):
             _refuse_places(f"{path}.{name}")
+        if not any(self._values):
+            return bytes(4 * len(self.followed))  # zeros, as uint32
         changed = np.fromiter(chain.from_iterable(self._values), np.int64)
         return np.bincount(changed, minlength=len(self.followed)).astype(np.uint32).tobytes()
 
