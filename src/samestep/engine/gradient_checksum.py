@@ -50,7 +50,10 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int, *, is_divided: b
             row -= find_first_row(whole)
             whole = get_local(whole)
         if 0 <= row < whole.shape[0]:
-            rows[k] = whole[row].flatten()[:ROW_ELEMENTS].contiguous().view(torch.uint8)
+            values = whole[row : row + 1]
+            if values.numel() > ROW_ELEMENTS:
+                values = values.flatten()[:ROW_ELEMENTS]
+            rows[k] = values.contiguous().view(torch.uint8)
     wait = copy_to_host(rows.values())
     read = partial(_join, [*rows], wait) if is_divided else partial(_sum_up, wait)
     return read if any(map(_is_on_gpu, rows.values())) else partial(int, read())
