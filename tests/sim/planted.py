@@ -409,8 +409,8 @@ PLANTED = (
         "members.index(list_living(owners, members)[0]) for", "owners[0] % len(members) for",
     ),
     _twins(
-        "ranks go by the deaths that they have noticed", "train/lost_copies.py",
-        "self._num_ranks < len(", "len(self._divided.ownership._group.members) < len(",
+        "ranks go by the deaths that they have noticed", "train/divided_state.py",
+        "self._num_ranks < len(", "len(self._group.members) < len(",
         scenario="seed=7 script=mlp shard=optimizer owners=2 every=5 steps=5 | 3 heal kill@822/1 | 2",
     ),
     _twins(

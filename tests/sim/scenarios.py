@@ -211,4 +211,7 @@ PINNED: dict[str, str] = {
     "an owner of the state dies, and later the one that had the other copy": (
         "seed=1 script=mlp shard=optimizer owners=2 every=5 steps=10 | 4 heal kill@900/0 kill@1900/1 | 2"
     ),
+    "an owner of the state dies in the last step of a loop, and the other one in the next loop": (
+        "seed=9402387 script=phases shard=optimizer owners=2 every=3 steps=9 | 3 heal kill@2080 kill@3020 | 1"
+    ),
 }

@@ -86,6 +86,7 @@ class DividedOptimizers(DividedState):
     def __init__(self, objects: Objects, group: Group, ownership: Ownership) -> None:
         super().__init__(objects, group)
         self.ownership = ownership
+        self._num_ranks = len(ownership.members)
         for optimizer in objects.optimizers.values() if ownership.divides else ():
             optimizer.register_step_post_hook(self._send_updated)
 
@@ -114,6 +115,15 @@ class DividedOptimizers(DividedState):
 
         wait_for_call(self._group, Call.UPDATE)
         self._group.complete(send, on_device=True)  # after a death again, from the other owner, which has updated, too
+
+    def note_exchange(self, num_ranks: int) -> None:
+        """Note how many ranks took part in the exchange of the last step. The next step may be in another loop."""
+        self._num_ranks = num_ranks
+
+    @property
+    def lacks_copies(self) -> bool:
+        """Whether ranks had died by the last exchange, and the copies that they had are not made again."""
+        return self._num_ranks < len(self.ownership.members)
 
     def copy_lost(self) -> None:
         """Give each parameter that has lost an owner a new one, with a copy of its state. On all ranks.

@@ -19,13 +19,12 @@ class LostCopies(StepObserver):
         self._divided = divided
         self._parameters = parameters
         self._metrics = metrics
-        self._num_ranks = len(divided.ownership.members)
 
     def exchanged(self, step: Step, reduced: Reduced) -> None:
-        self._num_ranks = len(reduced.votes)
+        self._divided.note_exchange(len(reduced.votes))
 
     def begin_pass(self, step: Step) -> None:
-        if not step.num_passes and self._num_ranks < len(self._divided.ownership.members):
+        if not step.num_passes and self._divided.lacks_copies:
             self._metrics.complete_checksums()  # the new owners did not have the last gradient
             self._divided.copy_lost()
             self._parameters.renew()
