@@ -37,7 +37,7 @@ def copy_to_host(tensors: Iterable[Tensor]) -> Callable[[], list[Tensor]]:
     copies: list[Tensor] = []
     events: list[Any] = []
     for tensor in tensors:
-        copies.append(tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor)
+        copies.append(tensor if tensor.is_cpu else tensor.to("cpu", non_blocking=True))
         if tensor.is_cuda:
             events.append(event := torch.cuda.Event())
             event.record(torch.cuda.current_stream(tensor.device))
