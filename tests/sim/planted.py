@@ -418,8 +418,8 @@ PLANTED = (
         "        self.waiting = kept.waiting\n", "",
     ),
     Planted(
-        "twins: the checksums of both owners count", "engine/gradient_checksum.py",
-        "joined = reduce(or_, checksums)", "joined = sum(checksums)", focus="twins",
+        "twins: the checksums of both owners count", "train/metrics.py",
+        "partial(max, values)", "partial(sum, values)", focus="twins",
     ),
     _twins(
         "a new owner has no checksum of the last gradient", "train/lost_copies.py",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from samestep.engine.gradient_checksum import add_checksums, compute_checksum
+from samestep.engine.gradient_checksum import compute_checksum
 from samestep.engine.leaf import read_grad
 from samestep.engine.passes import Reduced
 from samestep.errors import Error
@@ -74,7 +74,7 @@ class RunMetrics(StepObserver):
         location = self._context.location
         is_divided = plan.is_divided and location.path is not None
         if is_divided or location.directory or location.kept:
-            own = compute_checksum([*map(read_grad, plan.params)], step.number, is_divided=is_divided)
+            own = compute_checksum([*map(read_grad, plan.params)], step.number)
             if is_divided:
                 self._last = own, step.result.checksums
             else:
@@ -119,7 +119,7 @@ class RunMetrics(StepObserver):
     def _combine(self, values: Sequence[int]) -> None:
         """Combine the checksum of the last pass. `values`: the results of `read_checksum` on all ranks."""
         if self._last is not None:
-            self._last[1].append(partial(add_checksums, values))
+            self._last[1].append(partial(max, values))  # ranks that have the row have the same, and the others 0
             self._last = None
 
     def write_row(self, values: Mapping[str, Any], step: int, **position: int) -> None:
