@@ -231,7 +231,6 @@ def _leave_tests(variables: Mapping[str, str], kept: Sequence[int]) -> None:
     # What a run in the process of the tests has set:
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.set_float32_matmul_precision("highest")
 
 
 def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
