@@ -5,7 +5,7 @@ gathered, not summed. The host reads losses and values from a GPU without waitin
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import reduce
 from numbers import Real
@@ -29,23 +29,20 @@ Means = Mapping[str, tuple[float, float]]  # of a micro-batch: name -> the mean 
 Value = float | Tensor  # a tensor only on a GPU: float64, not copied to the host yet
 
 
-def copy_to_host(tensors: Iterable[Tensor]) -> Callable[[], list[Tensor]]:
-    """Begin to copy tensors to the host. Returns a function that waits for the copies, and returns them.
+def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to the host. Returns a function that waits for the copy, and returns it.
 
     A tensor on the CPU is returned itself.
     """
-    copies: list[Tensor] = []
-    events: list[Any] = []
-    for tensor in tensors:
-        copies.append(tensor if tensor.is_cpu else tensor.to("cpu", non_blocking=True))
-        if tensor.is_cuda:
-            events.append(event := torch.cuda.Event())
-            event.record(torch.cuda.current_stream(tensor.device))
+    copy = tensor.to("cpu", non_blocking=True)
+    if not tensor.is_cuda:
+        return lambda: copy
+    event: Any = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
 
-    def wait() -> list[Tensor]:
-        for event in events:
-            event.synchronize()
-        return copies
+    def wait() -> Tensor:
+        event.synchronize()
+        return copy
 
     return wait
 
@@ -58,10 +55,10 @@ class HostValue:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._wait = copy_to_host([tensor])
+        self._wait = copy_to_host(tensor)
 
     def __float__(self) -> float:
-        return float(self._wait()[0])
+        return float(self._wait())
 
 
 def read_later(tensor: Tensor) -> float | HostValue:

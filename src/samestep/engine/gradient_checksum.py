@@ -47,5 +47,5 @@ def compute_checksum(grads: Sequence[Tensor | None], step: int) -> Callable[[], 
     data = values.contiguous().view(torch.uint8)
     if data.is_cpu:
         return partial(int, _compute_crc(data.numpy()))
-    wait = copy_to_host([data])
-    return lambda: _compute_crc(wait()[0].numpy())
+    wait = copy_to_host(data)
+    return lambda: _compute_crc(wait().numpy())
