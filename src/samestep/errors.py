@@ -122,6 +122,10 @@ class NotHealed(PeerFailed):
     """The run cannot continue without a rank that has died (`--heal`). The message is a clause that says why."""
 
 
+class LeftOver(PeerFailed):
+    """The others continue without a rank that has died (`--heal`), and do not need this one. The message says why."""
+
+
 class Stuck(RuntimeError):
     """The run made no progress for too long. The message names the rank that the others waited for.
 

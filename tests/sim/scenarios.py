@@ -12,16 +12,17 @@ import re
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
-SCRIPTS = ("mlp", "batchnorm", "gan", "phases", "passes", "stream")
+SCRIPTS = ("mlp", "batchnorm", "gan", "phases", "passes", "stream")  # and staged, for "pipelines"
 KINDS = ("kill", "kill_all", "power", "flip", "freeze", "stop", "full")
 LABELS = (
     "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "broadcast", "recv.wait",
     "send.wait", "isend", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
 )  # fmt: skip
 STEPS_PER_EPOCH = 5  # of all scripts
-HEALING = {"heal": 150, "twins": 1500}  # focus -> the points from one death to the next, at most
-NUM_RANKS = {"heal": (3, 4, 5), "twins": (3, 3, 3, 4, 5)}
-NUM_DEATHS = {"heal": (1, 2), "twins": (1, 2, 2, 3)}
+# Focus -> the points from one death to the next, at most.
+HEALING = {"heal": 150, "twins": 1500, "pipelines": 600}
+NUM_RANKS = {"heal": (3, 4, 5), "twins": (3, 3, 3, 4, 5), "pipelines": (4, 4, 6)}
+NUM_DEATHS = {"heal": (1, 2), "twins": (1, 2, 2, 3), "pipelines": (1, 1, 2, 3)}
 NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
 _FAULT = re.compile(r"(\w+)@([\w.]+)(?:#(\d+))?(?:/(\d+))?(?:\+([\d.]+))?")
 
@@ -133,12 +134,12 @@ def plan(seed: int, focus: str = "") -> Scenario:
     """Return the scenario of a seed.
 
     Args:
-        focus: "" for any, "heal" (deaths that others survive), "twins" (the same, with a divided state), "background"
-            (kills while the tensors of a snapshot are copied), a kind of fault, or a kind and a label, such as
-            "kill_all@os.rename".
+        focus: "" for any, "heal" (deaths that others survive), "twins" (the same, with a divided state), "pipelines"
+            (the same, with several of them), "background" (kills while the tensors of a snapshot are copied), a kind of
+            fault, or a kind and a label, such as "kill_all@os.rename".
     """
     choose = random.Random(f"scenario {seed} {focus}")
-    shard = {"heal": "none", "twins": "optimizer"}.get(focus) or choose.choice(("none", "none", "none", "optimizer"))
+    shard = {"heal": "none", "twins": "optimizer", "pipelines": "none"}.get(focus) or choose.choice(("none", "none", "none", "optimizer"))
     owners = 2 if focus == "twins" else random.Random(f"owners {seed}").choice((1, 2))  # no draw of `choose`
     epochs = 2 if focus else choose.choice((1, 2, 2))
     if focus == "twins":
@@ -147,7 +148,7 @@ def plan(seed: int, focus: str = "") -> Scenario:
     rounds = [_plan_round(choose, epochs, focus) for _ in range(num_rounds)]
     scenario = Scenario(
         seed,
-        script=choose.choice(SCRIPTS),
+        script="staged" if focus == "pipelines" else choose.choice(SCRIPTS),
         shard=shard,
         owners=owners if shard == "optimizer" else 1,
         every=choose.choice((1, 2, 3, 4)),
@@ -169,9 +170,12 @@ def _plan_round(choose: random.Random, epochs: int, focus: str) -> Round:
         heals = False
         kinds = ("kill_all", "power") if focus == "background" else (kind,)
     if focus in HEALING:  # after all have begun; perhaps more while the others heal, or have healed
-        first, last = 110 * num_ranks, NUM_POINTS[num_ranks]
-        if focus == "twins":  # there, a start has more points, and a step grows with the square of the ranks
+        if focus == "pipelines":
+            first, last = 150 * num_ranks, 500 * epochs * num_ranks
+        elif focus == "twins":  # there, a start has more points, and a step grows with the square of the ranks
             first, last = 200 * num_ranks, (50 + 150 * epochs) * num_ranks**2
+        else:
+            first, last = 110 * num_ranks, NUM_POINTS[num_ranks]
         ranges = [(first, last), *[(1, HEALING[focus])] * (max(NUM_DEATHS[focus]) - 1)]
         points = [*accumulate(choose.randrange(*each) for each in ranges)][: choose.choice(NUM_DEATHS[focus])]
         return Round(num_ranks, True, 0, tuple(Fault("kill", "", each) for each in points))

@@ -7,6 +7,7 @@ import atexit
 import builtins
 import collections
 import faulthandler
+import gc
 import importlib
 import io
 import os
@@ -68,6 +69,7 @@ def build_modules(
         "queue": _build_queue(own),
         "signal": _build_signal(own),
         "atexit": _build_atexit(own),
+        "gc": Facade(gc, get_objects=list),  # most objects are of other processes, and a weak reference changes them
         "faulthandler": Facade(faulthandler, enable=do_nothing),
         "socket": Facade(
             socket,

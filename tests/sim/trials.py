@@ -28,12 +28,15 @@ MEASURED = re.compile(r"(time|wall|samples/s|seconds|_s)$")  # of metrics: what 
 DAMAGE = ("cannot be used", "is shorter than", "was changed during")
 MISTAKE = 2  # exit code
 TWINS = "had 2 copies"  # of the state, which died with two ranks
+LEFT_OVER = "its pipeline has lost a rank"
+STAGES = "held some of the stages"  # all ranks, as many as there are pipelines, have died
 # Why ranks do not continue after a death (docs/dev/healing.md).
 LIMITS = (
     "not all had begun a loop", "one had already ended its script", "has a further pass", "died in a further pass",
-    "died before it sent the values", "is lost with the rank that was writing it", TWINS,
+    "died before it sent the values", "is lost with the rank that was writing it", TWINS, STAGES,
 )  # fmt: skip
 REASON = re.compile(r"do not continue, because (.*?)(: |$)")
+RANKS_PER_PIPELINE = 2  # in staged.py, if it has several ranks
 MAX_APART = 2  # steps, of the deaths of two ranks that held a part: later, a third one has it
 MAX_AFTER_SIGTERM = 2  # steps: the one whose exchange carries the vote may be the next one
 STOPPED = (0, 75, 128 + 15)
@@ -217,13 +220,15 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
     if kinds <= {"stop", "freeze"} and code not in STOPPED:
         raise Violation(f"after SIGTERM the launch ended with {code}: {last}")
     is_too_short = any("IndexError" in line for line in lines)  # in passes.py: a list by position
-    is_refused = kinds == {"kill"} and launch.round.heals and code and len(launch.struck) < launch.round.num_ranks
+    num_gone = len(launch.struck) + sum(LEFT_OVER in line for line in launch.launcher.output)
+    is_refused = kinds == {"kill"} and launch.round.heals and code and num_gone < launch.round.num_ranks
     if is_refused and not any(map(REASON.search, lines)):
         raise Violation(f"no sentence says why the other ranks do not continue: {last}")
     killed = sorted(max(_find_steps(each.output), default=-1) for each in launch.processes if each.code == -SIGKILL)
     are_close = any(later - earlier <= MAX_APART for earlier, later in pairwise(killed))
     for line in lines:
-        if TWINS in line and not are_close:
+        has_copy = not are_close if TWINS in line else len(killed) < launch.round.num_ranks // RANKS_PER_PIPELINE
+        if (TWINS in line or STAGES in line) and has_copy:
             raise Violation(line)
     if kinds == {"kill"} and not is_too_short:
         for line in lines:

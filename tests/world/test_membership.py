@@ -39,7 +39,7 @@ def test_only_the_launcher_names_a_generation(store: Any) -> None:
 
 def test_a_wait_that_was_ended_does_not_count(store: Any) -> None:
     """NCCL's collectives return without an error when the connections are broken, with a wrong result."""
-    survivor = Membership(store, "secret", rank=0, members=range(3))
+    survivor = Membership(store, "secret", 0, 3, 1)
     is_noticed = []
 
     def end_wait() -> None:
@@ -72,9 +72,9 @@ def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -
 
     monkeypatch.setattr(membership, "GENERATION_S", 0.0)
     monkeypatch.setattr(membership, "_gone", [])  # this process has lost no rank
-    late = Membership(store, "secret", rank=2, members=range(3))
+    late = Membership(store, "secret", 2, 3, 1)
     watched = Mock(wraps=store, **{"check.side_effect": check})
-    survivor = Membership(watched, "secret", rank=0, members=range(3))
+    survivor = Membership(watched, "secret", 0, 3, 1)
     with pytest.raises(PeerFailed, match="a rank is gone"):
         survivor.advance("a rank is gone")
     name(store, 1, [0, 2])

@@ -89,7 +89,10 @@ class Ownership:
         return not owners or self._group.number in owners
 
     def reports(self, param: Tensor) -> bool:
-        """Return whether this rank tells the others about the gradient and the state of a parameter."""
+        """Return whether this rank tells the others about the gradient and the state of a parameter.
+
+        If ranks can continue after a death, all that hold it do so: one of them may die before the others have it.
+        """
         return self.holds(param)
 
     def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -143,16 +146,16 @@ class StageOwnership(Ownership):
         return [self._owners[id(param)] for param in params]
 
     def find_first(self, param: Tensor, members: Sequence[int]) -> int:
-        """Return the rank that answers for a parameter."""
         replica, *_ = self.find(param) or (0,)
-        return replica * self._group.ranks_per_replica + self._positions.get(param, 0)
+        return members[replica * self._group.ranks_per_replica + self._positions.get(param, 0)]
 
     def holds(self, param: Tensor) -> bool:
         owners = self.find(param)
         return not param.is_meta and (not owners or self._group.replica in owners)
 
     def reports(self, param: Tensor) -> bool:
-        return self.find_first(param, ()) == self._group.rank
+        group = self._group
+        return self.holds(param) and (group.can_heal or self.find_first(param, group.members) == group.number)
 
     def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
         return super().list_owned(param for param in params if not param.is_meta)

@@ -290,8 +290,9 @@ class PassAttempt:
         self.failure: UsageError | None = None
 
     def release(self) -> None:
-        """Release the messages of an exchange that has failed: they keep connections to the other ranks open."""
+        """Undo an attempt that has failed, and release its messages: they keep connections to the other ranks open."""
         del self._sum
+        self._gradients.buffers.undo()
         self._gradients.plan.forget_exchange()
         self._gradients.buffers.plan.forget_exchange()
 

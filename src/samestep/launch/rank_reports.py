@@ -24,7 +24,7 @@ from msgspec import Struct, to_builtins
 
 from samestep.console import say, set_terminal
 from samestep.decoding import decode
-from samestep.errors import Error, NotHealed, PeerFailed, Stuck, WorkerDied, add_code, is_out_of_memory
+from samestep.errors import Error, LeftOver, NotHealed, PeerFailed, Stuck, WorkerDied, add_code, is_out_of_memory
 from samestep.files import open_regular
 from samestep.world.environment import BegunRun, Outcome
 
@@ -49,7 +49,7 @@ class RankFailure(Struct, tag=True, frozen=True):
         code: exit code, or minus the signal that killed the rank.
         secondary: the rank has only lost the connection to another one.
         kind: "error" (a samestep.Error), "exception", "exit" (sys.exit), "stuck" (the message is a sentence; also for
-            a killed DataLoader worker) or "died" (the rank left no report).
+            a killed DataLoader worker), "left over" (the message is a sentence) or "died" (the rank left no report).
         message: the error, in one line.
         traceback: the traceback of an exception.
         log: the end of the rank's output, if the terminal has not shown it.
@@ -71,7 +71,7 @@ class RankFailure(Struct, tag=True, frozen=True):
 
     @property
     def _sentence(self) -> str:
-        if self.kind == "stuck":
+        if self.kind in ("stuck", "left over"):
             return self.message
         verb = {"exit": "exited with ", "exception": "raised ", "error": "failed: "}.get(self.kind, "")
         return f"rank {self.rank} {verb}{self.message}"
@@ -79,7 +79,7 @@ class RankFailure(Struct, tag=True, frozen=True):
     @property
     def is_death(self) -> bool:
         """Whether another rank could do what this one was to do: its script has not failed."""
-        return self.kind in ("died", "stuck")
+        return self.kind in ("died", "stuck", "left over")
 
     @property
     def refusal(self) -> str:
@@ -153,6 +153,8 @@ def build_failure(rank: int, error: BaseException, code: int) -> RankFailure:
             kind, message = "exit", f"code {code}"
         case Stuck():
             kind, message = "stuck", str(error)
+        case LeftOver():
+            kind, message = "left over", str(error)
         case WorkerDied():
             kind, message = "stuck", f"rank {rank}'s {error}"
         case Error():

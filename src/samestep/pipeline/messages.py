@@ -2,14 +2,18 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from samestep.errors import InvalidType, UsageError
+from samestep.errors import InvalidType, PeerFailed, UsageError
 from samestep.world.group import Group
 from samestep.world.process_group import Transfer
+
+T = TypeVar("T")
 
 MAX_UNDER_WAY = 2  # messages to one rank, so that a rank that is far ahead does not fill the memory
 DTYPES = (
@@ -19,34 +23,54 @@ DTYPES = (
 
 
 class Messages:
-    """Sends tensors to the ranks before and after this one in its pipeline, and receives theirs, through host memory.
+    """Sends tensors to the other ranks of this one's pipeline, and receives theirs, through host memory.
+
+    Other ranks are named by their positions. If one is gone, methods that send or receive raise PeerFailed.
 
     Attributes:
-        rank: this one.
+        position: of this rank in its pipeline. It stays when ranks die.
         waited_s: seconds in which this rank has waited for tensors.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.rank = group.rank
-        self._under_way: dict[int, deque[list[Transfer]]] = {}  # by the rank that gets them
+        self.position = group.rank % group.ranks_per_replica
+        self.waited_s = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew: no rank knows what another one sends."""
+        self._under_way: dict[int, deque[list[Transfer]]] = {}  # by the position of the rank that gets them
         # The dtypes of what crosses the cuts before and after this rank, by the shapes.
         self._received: dict[tuple[torch.Size, ...], list[int]] = {}
         self._sent: dict[tuple[torch.Size, ...], list[int]] = {}
-        self.waited_s = 0.0
+
+    def _find_rank(self, position: int) -> int:
+        return self._group.rank - self.position + position
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._under_way.clear()  # what is under way keeps connections to the other ranks open
+            raise PeerFailed(str(error)) from None
 
     def send(self, tensors: Sequence[Tensor], target: int) -> None:
         """Begin to send tensors, whose shapes and dtypes the other rank knows."""
         under_way = self._under_way.setdefault(target, deque())
-        if len(under_way) == MAX_UNDER_WAY:
-            self._group.wait_for(under_way.popleft())
-        under_way.append([self._group.begin_send(each, target) for each in tensors if each.numel()])
+        with self._noticing_loss():
+            if len(under_way) == MAX_UNDER_WAY:
+                self._group.wait_for(under_way.popleft())
+            rank = self._find_rank(target)
+            under_way.append([self._group.begin_send(each, rank) for each in tensors if each.numel()])
 
     def receive(self, outlines: Sequence[Tensor], source: int) -> list[Tensor]:
         """Return the next tensors from a rank, which are like these."""
         tensors = [torch.empty(each.shape, dtype=each.dtype) for each in outlines]
         began_s = time.monotonic()
-        self._group.receive(tensors, source)
+        with self._noticing_loss():
+            self._group.receive(tensors, self._find_rank(source))
         self.waited_s += time.monotonic() - began_s
         return [each.to(self._group.device) for each in tensors]
 
@@ -93,11 +117,16 @@ class Messages:
         (is_there,) = self.receive([torch.empty(1, dtype=torch.bool)], source)
         return self.receive([outline], source)[0] if is_there else None
 
+    def complete(self, collective: Callable[[], T]) -> T:
+        """Call a function that exchanges messages, on all ranks of all pipelines. See `Group.complete`."""
+        return self._group.complete(collective)
+
     def finish(self) -> None:
         """Wait until all messages have been sent."""
-        for under_way in self._under_way.values():
-            while under_way:
-                self._group.wait_for(under_way.popleft())
+        with self._noticing_loss():
+            for under_way in self._under_way.values():
+                while under_way:
+                    self._group.wait_for(under_way.popleft())
 
 
 def _number(tensor: Tensor) -> int:

@@ -73,12 +73,13 @@ class Pipeline:
     def __init__(self, models: Sequence[StagedModel], group: Group) -> None:
         self._models = models
         self._staged = staged = models[0]
+        self._group = group
+        self._generation = group.generation
         self._num_ranks = group.ranks_per_replica
-        self._position = group.rank % self._num_ranks
-        self._rank = group.rank
+        self._messages = Messages(group)
+        self._position = self._messages.position
         self.held = find_held(self._position, self._num_ranks, staged.num_stages)
         self.has_results = self.held.stop == staged.num_stages
-        self._messages = Messages(group)
         self._outlines = Outlines()
         self._modes: ExitStack = ExitStack()
         self._checked = set[bool]()  # a micro-batch with gradients, and one without
@@ -95,11 +96,10 @@ class Pipeline:
             for module in each.stages:
                 if list_tensors(module) and module is not each.model:
                     module.register_forward_pre_hook(partial(self._check_stage, each))
-        first = group.rank - self._position
-        ranks = [first + position for position in list_positions(self._num_ranks, staged.num_stages)]
+        positions = list_positions(self._num_ranks, staged.num_stages)
         # After the hooks above: its own are of the stage that a module begins.
         self.tied, *_ = [
-            TiedWeights(each, self.held, ranks, self._messages, lambda: self._flight is not None) for each in models
+            TiedWeights(each, self.held, positions, self._messages, lambda: self._flight is not None) for each in models
         ]
         # What the backward pass of a stage must not reach.
         self._foreign = {
@@ -115,10 +115,23 @@ class Pipeline:
         """Seconds in which this rank has waited for others."""
         return self._messages.waited_s
 
+    def _begin(self) -> None:
+        """If other ranks form the pipeline since one has died, forget what the ones before knew."""
+        if self._generation != self._group.generation:
+            self._generation = self._group.generation
+            self._checked.clear()
+            self._messages.begin()
+
     def run_pass(
         self, micro_batches: Sequence[int], forward: Callable[[int], None], backward: Callable[[int], None]
     ) -> None:
-        """Call `forward` and `backward` with each micro-batch, in the order of this rank."""
+        """Call `forward` and `backward` with each micro-batch, in the order of this rank.
+
+        Raises:
+            PeerFailed: another rank is gone.
+        """
+        self._begin()
+        self._waiting.clear()  # of a pass that has failed
         drop_grads(self.tied.weights)
         for kind, v in build_schedule(self._position, self._num_ranks, micro_batches):
             if kind is Kind.FORWARD:
@@ -127,6 +140,10 @@ class Pipeline:
                 self._returning = self._waiting.pop(v)
                 backward(v)
         self._returning = None
+        self._messages.finish()
+
+    def finish(self) -> None:
+        """Wait until the other ranks have got what `score` has sent. Raises PeerFailed if one is gone."""
         self._messages.finish()
 
     def rehearse(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> None:
@@ -158,7 +175,9 @@ class Pipeline:
 
         Raises:
             UsageError: the function, or the model, does what a pipeline does not support.
+            PeerFailed: another rank is gone.
         """
+        self._begin()
         self.rehearse(function, batch, seed)
         return self._run(function, batch, seed)[1]
 
@@ -190,8 +209,8 @@ class Pipeline:
             if isinstance(error, Error) or self._num_ranks == 1 or "meta" not in str(error):
                 raise
             raise UsageError(
-                f"rank {self._rank} has {len(self.held)} of {self._staged.num_stages} stages, and what it uses of the "
-                f"others has no values there ({' '.join(str(error).split())}): a stage gets values by what crosses its "
+                f"rank {self._group.rank} has {len(self.held)} of {self._staged.num_stages} stages, and what it uses of "
+                f"the others has no values there ({' '.join(str(error).split())}): a stage gets values by what crosses its "
                 "cut and from its own modules only, no line of the script may read values of the model before its end, "
                 "and forward creates tensors with device=; see docs/pipeline.md",
                 code="SS224",
@@ -293,14 +312,14 @@ class Pipeline:
                 flight.check.refuse_foreign(tensors, self._name_cut(stage, staged))
             flight.outputs[stage - 1] = [each for each in tensors if has_graph and each.is_floating_point()]
         if stage == self.held.stop:
-            self._messages.send_on([*map(_separate, tensors)], self._rank + 1)
+            self._messages.send_on([*map(_separate, tensors)], self._position + 1)
             raise _Leave
         flight.stage = stage
         seed_all(flight.seed(stage=stage))  # what crosses the cut can depend on Python's random numbers
         if stage < self.held.start:
             return None
         if stage == self.held.start:
-            inputs = self._messages.receive_on(tensors, self._rank - 1)
+            inputs = self._messages.receive_on(tensors, self._position - 1)
         else:
             inputs = [*map(_separate, tensors)]
         self._enter_check(flight, inputs)
@@ -323,7 +342,7 @@ class Pipeline:
             else:
                 outputs = flight.outputs[stage]
                 if stage == self.held.stop - 1:
-                    passed = self._messages.receive(outputs, self._rank + 1)
+                    passed = self._messages.receive(outputs, self._position + 1)
                 pairs = [(one, grad) for one, grad in zip(outputs, passed, strict=True) if one.requires_grad]
                 if pairs:
                     ends, grads = zip(*pairs, strict=True)
@@ -333,7 +352,7 @@ class Pipeline:
             inputs = flight.inputs.get(stage, ())
             passed = [torch.zeros_like(each) if each.grad is None else _separate(each.grad) for each in inputs]
         if self.held.start:
-            self._messages.send(passed, self._rank - 1)
+            self._messages.send(passed, self._position - 1)
 
     def _check_reached(self, stage: int) -> None:
         """Raise UsageError if the backward pass of a stage has computed gradients of another one."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.engine.leaf import add
+from samestep.engine.leaf import drop_grads
 from samestep.pipeline.messages import Messages
 from samestep.pipeline.stages import StagedModel
 
@@ -22,14 +22,14 @@ class TiedWeights:
 
     Args:
         held: the stages of this rank.
-        ranks: of the pipeline that have each stage.
+        positions: of the rank that has each stage, in the pipeline.
         is_running: returns whether the pipeline runs the model.
     """
 
     def __init__(
-        self, staged: StagedModel, held: range, ranks: list[int], messages: Messages, is_running: Callable[[], bool]
+        self, staged: StagedModel, held: range, positions: list[int], messages: Messages, is_running: Callable[[], bool]
     ) -> None:
-        self._ranks = ranks
+        self._positions = positions
         self._messages = messages
         self._is_running = is_running
         # Per weight and stage, the parameter that gets the gradient of the stage; on the meta device for other ranks.
@@ -71,21 +71,31 @@ class TiedWeights:
         ]
 
     def merge(self) -> None:
-        """Add the gradients of the stages, in their order, on each rank that has one of them."""
-        own_rank = self._messages.rank
+        """Add the gradients of the stages, in their order, on each rank that has one of them. On all ranks."""
+        if not self._leaves:
+            return
+        for weight, total in self._messages.complete(self._add).items():
+            weight.grad = total
+            drop_grads([*self._leaves[weight].values()])
+
+    def _add(self) -> dict[nn.Parameter, Tensor | None]:
+        """Return the sum for each weight that this rank has."""
+        own = self._messages.position
+        totals: dict[nn.Parameter, Tensor | None] = {}
         for weight, leaves in self._leaves.items():
-            ranks = sorted({self._ranks[stage] for stage in leaves})
-            if own_rank not in ranks:
+            positions = sorted({self._positions[stage] for stage in leaves})
+            if own not in positions:
                 continue
             total: Tensor | None = None
             for stage, leaf in leaves.items():
                 grad = leaf.grad
-                if self._ranks[stage] == own_rank:
-                    for target in (rank for rank in ranks if rank != own_rank):
+                if self._positions[stage] == own:
+                    for target in (position for position in positions if position != own):
                         self._messages.send_if_any(grad, target)
                 else:
-                    grad = self._messages.receive_if_any(weight, self._ranks[stage])
-                leaf.grad = None
-                total = add(total, grad)
-            weight.grad = total
+                    grad = self._messages.receive_if_any(weight, self._positions[stage])
+                if grad is not None:
+                    total = grad if total is None else total + grad  # not in place: it may be repeated
+            totals[weight] = total
         self._messages.finish()
+        return totals

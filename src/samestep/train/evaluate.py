@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.data.loader import Loader, locate_error, seed_all, to_device
 from samestep.data.spec import DataSpec, read_data_arguments
 from samestep.engine.control import average_weighted, read_later
-from samestep.errors import Error, InvalidType, InvalidValue
+from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import derive
 from samestep.plan.tree import Layout, Span, check_positive
@@ -25,7 +25,24 @@ from samestep.train.prepared import Prepared
 from samestep.train.stopping import Services
 from samestep.world.transport import attempt, read_outcomes
 
+T = TypeVar("T")
 Row = dict[str, Any]  # name -> list, or (value, weight)
+
+
+class _ScriptError(Exception):
+    """Wraps a RuntimeError that does not mean that another rank is gone."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self.error = error
+
+
+def _isolate(compute: Callable[[], T]) -> T:
+    try:
+        return compute()
+    except PeerFailed:
+        raise
+    except RuntimeError as error:
+        raise _ScriptError(error) from error
 
 
 class PerMicroBatch(NamedTuple):
@@ -77,22 +94,28 @@ class Evaluator:
         steps_done = self.context.state.steps_done
         self.services.watchdog.enter("reducing", steps_done)
         wait_for_call(group, Call.EVALUATE)
-        while True:
-            layout, world_size = self.context.build_layout(len(spans)), group.world_size
+
+        def score_all() -> tuple[Layout, BaseException | None, list[Any]]:
+            layout = self.context.build_layout(len(spans))
+            compute = partial(self._score, score, spec, spans, layout)
             # The script may catch an exception, so the other ranks must not wait for this one.
-            failure, outcome = attempt(partial(self._score, score, spec, spans, layout))
-            if failure is not None and self._waits_inside:
-                raise failure
+            failure, outcome = (None, ("value", _isolate(compute))) if self._waits_inside else attempt(compute)
             self.services.watchdog.enter("reducing", steps_done)
-            gathered = group.gather((world_size, outcome, self.services.stopping.cast_vote()))
-            if {size for size, *_ in gathered} == {len(gathered)}:  # else a rank has died since `build_layout` on one
-                break
+            return layout, failure, group.gather((outcome, self.services.stopping.cast_vote()))
+
+        error: RuntimeError | None = None
+        try:
+            layout, failure, gathered = group.complete(score_all)
+        except _ScriptError as wrapper:
+            error = wrapper.error
+        if error is not None:
+            raise error
         # A validation can be long: react to a signal before the next step.
-        self.services.stopping.take_votes([vote for *_, vote in gathered])
+        self.services.stopping.take_votes([vote for _, vote in gathered])
         self.services.watchdog.enter("script", steps_done)
         if failure is not None:
             raise failure
-        rows = read_outcomes({rank: theirs for rank, (_, theirs, _) in enumerate(gathered)})
+        rows = read_outcomes({rank: outcome for rank, (outcome, _) in enumerate(gathered)})
         return _merge(layout.sort(rows[group.last_ranks]))
 
     @property
@@ -138,6 +161,8 @@ class Evaluator:
                     rows.append(_read(scores, stop - start))
                     self.prepared.gradients.buffers.undo()
                     self.services.watchdog.enter("validating", steps_done)
+            if (runner := self.prepared.runner) is not None:
+                runner.finish()
             return [_to_numbers(row) for row in rows[:num_own]]
         except Error as error:
             raise locate_error(error, context.location.logs, context.group.number, "run.evaluate") from error.__cause__

@@ -183,9 +183,10 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, prepared
     if not environment.heals or environment.world_size == 1:
         return
     shard = context.config.shard
-    advice = "; shard_copies=2 would let the others continue" if shard == "optimizer" else ""
+    has_pipelines = context.group.ranks_per_replica > 1
+    advice = "; shard_copies=2 would let the others continue" if shard == "optimizer" and not has_pipelines else ""
     problems = {
-        "pipeline (a rank's stages die with it)": context.group.ranks_per_replica > 1,
+        "one pipeline on all ranks (a rank's stages die with it)": has_pipelines and context.group.num_replicas == 1,
         f'shard="{shard}" (a rank\'s part of the state dies with it{advice})': (
             shard is not None and context.config.shard_copies == 1
         ),

@@ -139,7 +139,7 @@ class StagedState(DividedOptimizers):
         writers: dict[Place, int] = {}
         for tensor, position in self._list_tensors():
             if tensor.numel() and not tensor.is_meta:
-                writers.setdefault(locate(tensor), position)
+                writers.setdefault(locate(tensor), members[position])
         return writers | super()._find_writers(members)
 
     def _merge(self, of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from samestep.data.loader import Loaded, locate_error, seed_all, to_device
 from samestep.engine.control import MicroBatchReport, Value, Vote, average_batch, read_number
 from samestep.engine.passes import Gradients, PassAttempt, Reduced
-from samestep.errors import Error, InvalidType, NotHealed, UsageError
+from samestep.errors import Error, InvalidType, NotHealed, PeerFailed, UsageError
 from samestep.hashing import hash_content
 from samestep.plan.ledger import combine
 from samestep.plan.tree import Span
@@ -153,7 +153,11 @@ class PassRunner(Protocol):
     def run_pass(
         self, micro_batches: Sequence[int], forward: Callable[[int], None], backward: Callable[[int], None]
     ) -> None:
-        """Call `forward` and `backward` with each micro-batch, in any order of the micro-batches."""
+        """Call `forward` and `backward` with each micro-batch, in any order of the micro-batches.
+
+        Raises:
+            PeerFailed: another rank is gone. Then the pass may be run again, by other ranks.
+        """
 
     def rehearse(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> None:
         """Check what a function does, if it is new. See `score`."""
@@ -166,7 +170,13 @@ class PassRunner(Protocol):
 
         Args:
             seed: returns the seed of a stage, `stage=...`.
+
+        Raises:
+            PeerFailed: another rank is gone.
         """
+
+    def finish(self) -> None:
+        """Wait until the other ranks have what they need of `score`. Raises PeerFailed if one is gone."""
 
 
 @dataclass(frozen=True)
@@ -347,9 +357,18 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
-        parts = self._parts
-        if parts.runner is not None:
+        if self._parts.runner is not None:
             self._refuse_loop("for batch in step")
+        yield from self._run_pass(self._compute_in_loop)
+
+    def _run_pass(self, compute: Callable[[PassAttempt], Generator[Any, None, str]]) -> Iterator[Any]:
+        """Run a pass.
+
+        Args:
+            compute: computes this rank's micro-batches, and yields batches for the script's body. Returns the error of
+                a wait for another rank that is gone, or "".
+        """
+        parts = self._parts
         self._begin_pass()
         for each in parts.observers.interceptors:
             yield from each.probe(self)
@@ -357,11 +376,15 @@ class Step:
         reduced: Reduced | None = None
         while reduced is None:  # else a rank has died, and the others compute its micro-batches, too
             attempt = self._begin_attempt()
-            for v in (*self.borrowed, *attempt.held, *attempt.fillers):
-                yield from self.compute(v, self._load(v))
+            failure = yield from compute(attempt)
             parts.clock.enter("reducing", self.number)
-            reduced = yield from self._exchange(attempt, parts.cast_vote())
+            reduced = yield from self._exchange(attempt, parts.cast_vote(), failure)
         self._apply(attempt, reduced)
+
+    def _compute_in_loop(self, attempt: PassAttempt) -> Generator[Any, None, str]:
+        for v in (*self.borrowed, *attempt.held, *attempt.fillers):
+            yield from self.compute(v, self._load(v))
+        return ""
 
     def run(self, body: Callable[[Any], Tensor], *, weight: Callable[[Any], float | Tensor] | None = None) -> None:
         """Run a function of each micro-batch, and the backward pass of the loss that it returns.
@@ -395,24 +418,24 @@ class Step:
             for batch in self:
                 self.backward(body(batch), weight=None if weight is None else weight(batch))
             return
-        self._begin_pass()
         try:
-            self._run_in_parts(runner, body, weight)
+            for _ in self._run_pass(partial(self._compute_in_parts, runner, body, weight)):
+                raise UsageError("a tool runs a micro-batch alone, which a pipeline does not support", code="SS614")
         except BaseException:
             self._phase = StepPhase.LEFT
             self._parts.clock.enter("left", self.number)
             raise
 
-    def _run_in_parts(
-        self, runner: PassRunner, body: Callable[[Any], Any], weight: Callable[[Any], float | Tensor] | None
-    ) -> None:
+    def _compute_in_parts(
+        self,
+        runner: PassRunner,
+        body: Callable[[Any], Any],
+        weight: Callable[[Any], float | Tensor] | None,
+        attempt: PassAttempt,
+    ) -> Generator[Any, None, str]:
         """Run the forward and backward passes in the order of a runner. A rank without results has no losses."""
         parts = self._parts
         on = parts.observers
-        if any(True for each in on.interceptors for _ in each.probe(self)):
-            raise UsageError("a tool runs a micro-batch alone, which a pipeline does not support", code="SS614")
-        self._phase = StepPhase.INSIDE
-        attempt = self._begin_attempt()
         results: dict[int, tuple[Any, Any]] = {}  # losses and weights
 
         def forward(v: int) -> None:
@@ -443,10 +466,12 @@ class Step:
             attempt.end_backward(v)
             parts.clock.move("backward", "reducing", runner.waited_s - waited_s)
 
-        runner.run_pass(attempt.held, forward, backward)
-        parts.clock.enter("reducing", self.number)
-        fingerprints = [self._loaded[v].fingerprint for v in self.held]
-        self._apply(attempt, attempt.exchange(parts.cast_vote(), fingerprints))
+        try:
+            runner.run_pass(attempt.held, forward, backward)
+        except PeerFailed as error:
+            return str(error)
+        yield from ()
+        return ""
 
     def _refuse_loop(self, what: str) -> NoReturn:
         raise UsageError(
@@ -531,12 +556,18 @@ class Step:
             self._load(each)
         return self._load(v)
 
-    def _exchange(self, attempt: PassAttempt, vote: Vote) -> Generator[Any, None, Reduced | None]:
-        """Exchange the gradients. Returns None if a rank has died meanwhile, so that the pass must be repeated."""
+    def _exchange(self, attempt: PassAttempt, vote: Vote, failure: str) -> Generator[Any, None, Reduced | None]:
+        """Exchange the gradients. Returns None if a rank has died meanwhile, so that the pass must be repeated.
+
+        Args:
+            failure: why there is nothing to exchange, see `_run_pass`; "" otherwise.
+        """
         group = self._parts.context.group
         reduced: Reduced | None = None
         try:
             with group.together():
+                if failure:
+                    raise PeerFailed(failure)
                 reduced = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
                 for each in self._parts.observers.interceptors:
                     yield from each.after_exchange(self, reduced)

@@ -101,7 +101,7 @@ class Group(Transport, Held):
 
     @property
     def replicas(self) -> Sequence[int]:
-        """The number that each replica had at the start. Those of several ranks end with one of them."""
+        """The number that each replica had at the start; of those of several ranks, the present one."""
         return self.members if self.ranks_per_replica == 1 else range(self.num_replicas)
 
     @property
@@ -134,7 +134,7 @@ class Group(Transport, Held):
         self._refuses = False
         if self._membership is None:
             membership = Membership(
-                connect_to_store(), environment.secret, environment.rank, range(environment.world_size)
+                connect_to_store(), environment.secret, self.rank, self.world_size, self.ranks_per_replica
             )
             self._uses_nccl = self.device.type == "cuda" and not self.needs_staging(self.device)
             self._membership = membership
@@ -185,7 +185,7 @@ class Group(Transport, Held):
             repeat the collective.
 
         Raises:
-            PeerFailed: the run cannot continue without the rank that has died.
+            PeerFailed: the run cannot continue without the rank that has died, or continues without this one, too.
         """
         membership = self._healing
         if membership is None:
@@ -195,8 +195,7 @@ class Group(Transport, Held):
         counts = is_settled(membership.position, self._regroup(membership, reason))
         if counts:
             membership.complete()
-        lost = [rank for rank in before if rank not in membership.members]
-        self._notify(Change(lost, membership.members, began_s))
+        self._notify(Change(before, membership.members, began_s))
         return counts
 
     def _regroup(self, membership: Membership, reason: str) -> list[int]:

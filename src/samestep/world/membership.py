@@ -6,12 +6,14 @@ and compare how far they are.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from samestep.errors import NotHealed, PeerFailed
+from samestep.errors import LeftOver, NotHealed, PeerFailed
 from samestep.processes import Held, hold
 from samestep.world.signed import SignedEntries
 
@@ -27,6 +29,30 @@ _gone: list[int] = []
 def name_generation(number: int) -> str:
     """Return the entry with the members of a generation, from 1: ranks, as numbered at the start, in their order."""
     return f"heal/{number}"
+
+
+def arrange(living: Sequence[int], ranks_per_replica: int) -> list[int]:
+    """Return the ranks that continue, replica by replica, in their new order. They are numbered as at the start.
+
+    Ranks at the same position in their replicas hold the same. So those of incomplete replicas can form a new one, and
+    some may be left over. The lowest number at the first position that continues is rank 0: none becomes it while the
+    one before lives.
+
+    Returns:
+        [] if no rank at some position lives.
+
+    Example::
+
+        >>> arrange([0, 2, 3, 4, 5], 2), arrange([0, 3], 2), arrange([0, 2], 2)
+        ([2, 3, 4, 5], [0, 3], [])
+    """
+    num_left = Counter(member // ranks_per_replica for member in living)
+    fullest_first = sorted(living, key=lambda member: (-num_left[member // ranks_per_replica], member))
+    at_positions = [
+        [member for member in fullest_first if member % ranks_per_replica == position]
+        for position in range(ranks_per_replica)
+    ]
+    return [*chain.from_iterable(sorted(zip(*at_positions, strict=False)))]
 
 
 def have_come(store: Any, number: int, members: Sequence[int]) -> bool:
@@ -71,18 +97,23 @@ class Change:
     """A change of the members.
 
     Attributes:
-        lost, left: the ranks that have died, and the others, as numbered at the start.
+        before, left: the ranks before and after it, in their order, as numbered at the start.
         began_s: `time.monotonic()` when this rank noticed it.
     """
 
-    lost: Sequence[int]
+    before: Sequence[int]
     left: Sequence[int]
     began_s: float
 
     @property
+    def lost(self) -> list[int]:
+        """The ranks that have died or are left over, as numbered at the start."""
+        return [rank for rank in self.before if rank not in self.left]
+
+    @property
     def has_lost_first(self) -> bool:
-        """Whether the rank that was rank 0 has died."""
-        return min(self.lost) < min(self.left)
+        """Whether another rank is rank 0 now."""
+        return self.before[0] != self.left[0]
 
 
 class Membership:
@@ -92,20 +123,22 @@ class Membership:
         store: the launcher's store.
         secret: the ranks' secret.
         rank: this rank, as numbered at the start.
-        members: as below.
+        world_size: the number of ranks at the start.
+        ranks_per_replica: see `Transport.divide`.
 
     Attributes:
         own: this rank, as numbered at the start.
-        members: the ranks of the current generation, as numbered at the start.
+        members: the ranks of the current generation, in their order, as numbered at the start.
         generation: number of the current generation.
         position: the number of collectives that this rank knows to be complete on all ranks.
     """
 
-    def __init__(self, store: Any, secret: str, rank: int, members: Sequence[int]) -> None:
-        self.members = members
+    def __init__(self, store: Any, secret: str, rank: int, world_size: int, ranks_per_replica: int) -> None:
+        self.members: Sequence[int] = range(world_size)
+        self._ranks_per_replica = ranks_per_replica
         self.generation = 0
         self.position = 0
-        self._named: Sequence[int] = self.members  # of the newest generation that `break_late` has found
+        self._named: Sequence[int] = self.members  # by the launcher, for the newest generation that this process has found
         self._is_connected = True
         self._is_broken = False
         self._connection = threading.Lock()  # locked while the process group is being left or broken
@@ -118,8 +151,13 @@ class Membership:
         """This rank's number in the current generation."""
         return self.members.index(self.own)
 
-    def _read_generation(self, store: Any, number: int) -> list[int] | None:
-        return SignedEntries(self._secret.encode(), store).get(name_generation(number), list[int])
+    def _read_newest(self, store: Any) -> tuple[int, Sequence[int]]:
+        """Return the number of the newest generation, and the ranks that the launcher has named for it."""
+        entries = SignedEntries(self._secret.encode(), store)
+        newest, named = self.generation, self._named
+        while (living := entries.get(name_generation(newest + 1), list[int])) is not None:
+            newest, named = newest + 1, living
+        return newest, named
 
     def complete(self) -> None:
         """Note that a collective is complete on all ranks."""
@@ -147,10 +185,8 @@ class Membership:
         Returns:
             The number of the newest generation.
         """
-        own = newest = self.generation
-        while (members := self._read_generation(store, newest + 1)) is not None:
-            newest += 1
-            self._named = members
+        own = self.generation
+        newest, self._named = self._read_newest(store)
         with self._connection:
             if self._is_connected and self.generation == own < seen:
                 self._is_broken = True  # before the waits end
@@ -178,35 +214,48 @@ class Membership:
         return PrefixStore(f"samestep/{name_generation(self.generation)}/group", self._store)
 
     def advance(self, reason: str) -> None:
-        """Move to the newest generation, and wait until all of its members have done so.
+        """Move to the newest generation, and wait until all ranks that live have done so.
 
-        This wait has no limit of its own: a member may have a long step to complete. If it dies, or is ended because
-        it is stuck, the launcher names a further generation.
+        This wait has no limit of its own: a rank may have a long step to complete. If it dies, is ended because it is
+        stuck, or is left over, the launcher names a further generation.
 
         Args:
             reason: the message of the error.
 
         Raises:
             PeerFailed: the launcher ends the run, or names no further generation in time.
+            NotHealed: no replica can be formed.
+            LeftOver: the others continue without this rank.
         """
         began_s = time.monotonic()
         has_moved = False
         while True:
-            if (members := self._read_generation(self._store, self.generation + 1)) is not None:
-                if self.own not in members:
+            newest, living = self._read_newest(self._store)
+            if newest > self.generation:
+                if self.own not in living:
                     raise PeerFailed(reason)
-                _gone.extend(rank for rank in self.members if rank not in members)
-                self.generation += 1
-                self.members = self._named = members
+                self._move(newest, living)
                 has_moved = True
-                self.announce()
                 continue
-            if has_moved and have_come(self._store, self.generation, self.members):
+            if has_moved and have_come(self._store, newest, living):
                 return
             waited_s = time.monotonic() - began_s
             if not has_moved and waited_s > GENERATION_S:
                 raise PeerFailed(reason)
             time.sleep(max(POLL_S, waited_s / 100))  # a rank that computes meanwhile may share the processor
+
+    def _move(self, generation: int, living: Sequence[int]) -> None:
+        """Move to a generation. `living`: the ranks that the launcher has named. Raises as `advance`."""
+        members = arrange(living, self._ranks_per_replica)
+        _gone.extend(rank for rank in self.members if rank not in members)
+        if not members:
+            raise NotHealed("all ranks that held some of the stages have died")
+        if self.own not in members:
+            raise LeftOver(f"rank {self.own} ends, because its pipeline has lost a rank")
+        self.generation = generation
+        self.members = members
+        self._named = living
+        self.announce()
 
     def check_newest(self) -> None:
         """Check that no member of the current generation has died.
@@ -214,7 +263,8 @@ class Membership:
         Raises:
             PeerFailed: the launcher has named a later generation.
         """
-        if self._read_generation(self._store, self.generation + 1) is not None:
+        newest, _ = self._read_newest(self._store)
+        if newest > self.generation:
             raise PeerFailed("a further rank has died")
 
 
