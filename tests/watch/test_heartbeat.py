@@ -216,6 +216,7 @@ def test_a_run(forward: Callable[[float], None], capsys: pytest.CaptureFixture[s
     """The speed counts neither the first step, which compiles, nor validations."""
     lines = begin(130, has_epochs=True)
     lines.print("before")
+    lines.log({"initial": 0.5}, 101)
     forward(60.0)
     for number in range(101, 131):
         lines.step(number, 64, number // 36)
@@ -228,6 +229,7 @@ def test_a_run(forward: Callable[[float], None], capsys: pytest.CaptureFixture[s
     lines.print("in the", "end", "[bold]" + "x" * 200, sep="-")
     assert capsys.readouterr().out.splitlines() == [
         "before",
+        "step 101/130  epoch 0  initial 0.5",
         "step 110/130  epoch 3  loss 0.009091  lr 3.00e-04  128 samples/s  eta 10 s",
         "step 116/130  epoch 3  validation/accuracy 0.9812",
         "step 120/130  epoch 3  loss 0.008333  lr 3.00e-04  128 samples/s  eta 5 s",

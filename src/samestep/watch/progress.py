@@ -107,7 +107,8 @@ class Progress:
             self.print("  ".join([self._where, *_texts(self._news), *self._describe_speed()]))
             self._news = {}
             self._shown_s = monotonic()
-            self._set_mark()
+            if self._mark is not None:
+                self._set_mark()
 
     def _set_mark(self) -> None:
         self._mark = (self._stepped_s, self._number, self._num_samples)
