@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from promises.trial import HELD, Trial, Undisturbed, read_outcome, read_restarts, read_tree
-from support.runs import read_rows
+from support.runs import digest, read_bits, read_rows
 from support.selection import one_in
 from support.tiny import Tiny, update
 from torch import Tensor
@@ -149,6 +149,7 @@ def test_a_restart_ignores_resume_and_fresh(trial: Trial, undisturbed: Undisturb
 # --- healing: a run continues without the ranks that die, to the same end, from the same step -------------------------
 
 FOLDS = Path(__file__).with_name("folds.py")
+STAGES = Path(__file__).with_name("stages.py")
 
 
 def test_the_others_continue(trial: Trial, undisturbed: Undisturbed) -> None:
@@ -204,6 +205,20 @@ def test_the_others_continue_with_a_divided_state(
     assert said in started.output
     assert len(read_restarts(trial.dir)) == num_restarts
     assert trial.outcome() == undisturbed(snapshot_every=3)
+
+
+def test_the_others_continue_without_two_pipelines(trial: Trial, tmp_path: Path) -> None:
+    """The rank that has the other stage of a dead one is left over. The first one is rank 0."""
+    alone = Trial(tmp_path / "alone")
+    alone.run("launch", 1, script=STAGES)
+    started = trial.run("launch", 6, (), "--heal", "--pipeline-ranks", "2", script=STAGES)
+    assert (digest(trial.dir), *read_bits(trial.dir)) == (digest(alone.dir), *read_bits(alone.dir))
+    heals = [json.loads(line) for line in (trial.dir / "heals.jsonl").read_text().splitlines()]
+    assert [(heal["step"], heal["lost"]) for heal in heals] == [(2, [0, 1]), (4, [4, 5])]
+    assert not read_restarts(trial.dir), "no rank has started again"
+    for rank in (0, 5):
+        assert started.output.count(f"samestep: rank {rank} ends, because its pipeline has lost a rank\n") == 1
+    assert ": ranks 2 and 3 -> ranks 0 and 1\n" in started.output
 
 
 @pytest.mark.parametrize(

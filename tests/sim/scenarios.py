@@ -21,7 +21,7 @@ LABELS = (
 STEPS_PER_EPOCH = 5  # of all scripts
 # Focus -> the points from one death to the next, at most.
 HEALING = {"heal": 150, "twins": 1500, "pipelines": 600}
-NUM_RANKS = {"heal": (3, 4, 5), "twins": (3, 3, 3, 4, 5), "pipelines": (4, 4, 6)}
+NUM_RANKS = {"heal": (3, 4, 5), "twins": (3, 3, 3, 4, 5), "pipelines": (3, 4, 4, 6)}
 NUM_DEATHS = {"heal": (1, 2), "twins": (1, 2, 2, 3), "pipelines": (1, 1, 2, 3)}
 NUM_POINTS = {1: 300, 2: 1000, 3: 1500, 4: 2000, 5: 2600}  # of a start of 10 steps, about
 _FAULT = re.compile(r"(\w+)@([\w.]+)(?:#(\d+))?(?:/(\d+))?(?:\+([\d.]+))?")
@@ -139,7 +139,8 @@ def plan(seed: int, focus: str = "") -> Scenario:
             fault, or a kind and a label, such as "kill_all@os.rename".
     """
     choose = random.Random(f"scenario {seed} {focus}")
-    shard = {"heal": "none", "twins": "optimizer", "pipelines": "none"}.get(focus) or choose.choice(("none", "none", "none", "optimizer"))
+    shard = {"heal": "none", "twins": "optimizer", "pipelines": "none"}.get(focus)
+    shard = shard or choose.choice(("none", "none", "none", "optimizer"))
     owners = 2 if focus == "twins" else random.Random(f"owners {seed}").choice((1, 2))  # no draw of `choose`
     epochs = 2 if focus else choose.choice((1, 2, 2))
     if focus == "twins":

@@ -267,7 +267,7 @@ def test_the_modes_of_a_sound_script_are_the_same(tmp_path: Path) -> None:
 
 def test_the_others_continue_a_sound_script(tmp_path: Path) -> None:
     printed = verify(tmp_path, "--steps", "9", *SIZES, "--kills", "0", "--kill-seed", "3", "--heal")
-    assert re.search(r"^ +healed +3 ranks +0-8 +same, 2 of 3 died ", printed, re.M)
+    assert re.search(r"^ +healed +3 ranks +0-8 +same, 2 of 3 lost ", printed, re.M)
 
 
 def test_what_a_repeated_pass_changes_twice_is_found(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from samestep.data.loader import seed_all
 from samestep.engine.leaf import NONE, drop_grads, read_grad, run_backward_alone
-from samestep.errors import Error, UsageError
+from samestep.errors import Error, PeerFailed, UsageError
 from samestep.pipeline.messages import Messages
 from samestep.pipeline.nested import find_tensors, map_tensors
 from samestep.pipeline.outlines import Outlines
@@ -34,7 +34,7 @@ from samestep.world.group import Group
 
 
 class _Leave(BaseException):
-    """Leaves the script's function after the last stage of this rank."""
+    """Leaves the script's function after the last stage of this rank, or since another rank is gone."""
 
 
 @dataclass
@@ -48,6 +48,7 @@ class _Flight:
         stage: the one that computes; -1 before the model is called.
         inputs: stage -> the tensors at which its graph begins.
         outputs: stage -> the tensors that cross the next cut, and get gradients.
+        failure: the error of a message, which the script's function must not catch; "" if there was none.
     """
 
     seed: Callable[..., int]
@@ -56,6 +57,7 @@ class _Flight:
     stage: int = -1
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    failure: str = ""
 
 
 class Pipeline:
@@ -198,6 +200,8 @@ class Pipeline:
         finally:
             self._flight = None
             self._modes.close()
+        if flight.failure:
+            raise PeerFailed(flight.failure)
         return flight, result
 
     @contextmanager
@@ -208,9 +212,10 @@ class Pipeline:
         except RuntimeError as error:  # NotImplementedError is one, too
             if isinstance(error, Error) or self._num_ranks == 1 or "meta" not in str(error):
                 raise
+            held = f"{len(self.held)} of {self._staged.num_stages} stages"
             raise UsageError(
-                f"rank {self._group.rank} has {len(self.held)} of {self._staged.num_stages} stages, and what it uses of "
-                f"the others has no values there ({' '.join(str(error).split())}): a stage gets values by what crosses its "
+                f"rank {self._group.rank} has {held}, and what it uses of the others has no values there "
+                f"({' '.join(str(error).split())}): a stage gets values by what crosses its "
                 "cut and from its own modules only, no line of the script may read values of the model before its end, "
                 "and forward creates tensors with device=; see docs/pipeline.md",
                 code="SS224",
@@ -312,14 +317,16 @@ class Pipeline:
                 flight.check.refuse_foreign(tensors, self._name_cut(stage, staged))
             flight.outputs[stage - 1] = [each for each in tensors if has_graph and each.is_floating_point()]
         if stage == self.held.stop:
-            self._messages.send_on([*map(_separate, tensors)], self._position + 1)
+            with _leaving(flight):
+                self._messages.send_on([*map(_separate, tensors)], self._position + 1)
             raise _Leave
         flight.stage = stage
         seed_all(flight.seed(stage=stage))  # what crosses the cut can depend on Python's random numbers
         if stage < self.held.start:
             return None
         if stage == self.held.start:
-            inputs = self._messages.receive_on(tensors, self._position - 1)
+            with _leaving(flight):
+                inputs = self._messages.receive_on(tensors, self._position - 1)
         else:
             inputs = [*map(_separate, tensors)]
         self._enter_check(flight, inputs)
@@ -363,6 +370,16 @@ class Pipeline:
                 "residual around the cut, and use a parameter inside of its modules only",
                 code="SS224",
             )
+
+
+@contextmanager
+def _leaving(flight: _Flight) -> Iterator[None]:
+    """Leave the script's function if another rank is gone."""
+    try:
+        yield
+    except PeerFailed as error:
+        flight.failure = str(error)
+        raise _Leave from None
 
 
 def _outline(tensor: Tensor) -> Tensor:

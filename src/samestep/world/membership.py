@@ -138,7 +138,7 @@ class Membership:
         self._ranks_per_replica = ranks_per_replica
         self.generation = 0
         self.position = 0
-        self._named: Sequence[int] = self.members  # by the launcher, for the newest generation that this process has found
+        self._named: Sequence[int] = self.members  # by the launcher for the newest generation
         self._is_connected = True
         self._is_broken = False
         self._connection = threading.Lock()  # locked while the process group is being left or broken

@@ -37,7 +37,9 @@ FLAGS: dict[str, Option] = {
     "shard": Option(str, "S,S", "values of shard to compare, on each number of ranks: none, optimizer, fsdp2"),
     "kills": Option(int, "K", "number of kills in the interrupted run; default: 2", whole(0)),
     "kill_seed": Option(int, "N", "seed for the random moments of the kills; default: random"),
-    "heal": Option(bool, "", "also train on the most ranks with launch --heal, and kill all but one"),
+    "heal": Option(
+        bool, "", "also train on the most ranks with launch --heal, and kill all but one (of pipelines, too)"
+    ),
     "plain": Option(bool, "", "for a script without samestep; --steps: 100, --world-sizes: 1,2 by default"),
     "json": JSON,
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
@@ -65,8 +67,8 @@ def run_verify(target: Target, values: Values) -> int:
     """Trains for a few steps on several numbers of ranks, and compares the runs.
 
     Of a run with a pipeline, compares the maps of its stages to these ranks. With --shard, also compares the ways to
-    divide the state of a run among the ranks. With --heal, also kills all ranks of a run but one, one after the other,
-    while the others continue.
+    divide the state of a run among the ranks. With --heal, also kills all ranks of a run but one, or one rank of all
+    pipelines but one, one after the other, while the others continue.
     In one more run, kills ranks at random moments, including during a save, and resumes on a different number of ranks
     (and with another shard) each time. Compares the state after every step, the losses and the samples. Prints the
     first difference and its likely cause. Writes nothing to the run directory named by the script.
@@ -377,7 +379,9 @@ class _Verification:
         for other in setups[1:]:
             self._run_and_compare("train", other)
         if self.is_same and "heal" in self._values:
-            self._heal(Setup(max(allowed), modes[0]))
+            size = max(allowed)
+            ranks = max((ranks for each, ranks in maps if each == size and ranks < size), default=1)
+            self._heal(Setup(size, modes[0], None if stages is None else ranks))
         if self.is_same and self._num_kills:
             self._interrupt(setups)
 
@@ -490,13 +494,15 @@ class _Verification:
         return self._chance.choice(both or [each for each in setups if each != setup] or [*setups])
 
     def _heal(self, setup: Setup) -> None:
-        """Train with --heal while ranks die, each in a step of its own, until one is left. Compare all steps."""
+        """Train with --heal while ranks die, each in its own step, until one replica is left. Compare all steps."""
         size = setup.world_size
+        num_ranks = setup.pipeline_ranks or 1  # of a replica
         computed = self._reference.count_micro_batches()
         kills = {}  # rank -> a step, and how many of its micro-batches in this step it computes
-        for rank in self._chance.sample(range(size), size - 1):
+        for replica in self._chance.sample(range(size // num_ranks), size // num_ranks - 1):
             step = self._chance.randrange(len(computed))
-            kills[str(rank)] = step, self._chance.randrange(max(computed[step] // size, 1))
+            rank = replica * num_ranks + self._chance.randrange(num_ranks)
+            kills[str(rank)] = step, self._chance.randrange(max(computed[step] * num_ranks // size, 1))
         flags = ("--heal", "--max-restarts", str(size))
         trial = self._run("healed", setup, interceptor=KILLER, flags=flags, kills=kills)
         result = self._judge(trial)
@@ -504,7 +510,7 @@ class _Verification:
             self.lines.append(REPEATED)
         elif not trial.num_lost:
             self.lines.append("with --heal, the ranks did not continue without the one that died: see docs/running.md")
-        self._print_row("healed", trial, f"{result}, {trial.num_lost} of {size} died")
+        self._print_row("healed", trial, f"{result}, {trial.num_lost} of {size} lost")
 
     # --- the verdict ------------------------------------------------------------------------------------------
 
