@@ -6,13 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from samestep.errors import PeerFailed
+from samestep.errors import LeftOver, NotHealed, PeerFailed
 from samestep.world import membership
-from samestep.world.membership import (
-    Membership,
-    name_generation,
-)
+from samestep.world.membership import Membership, arrange, name_generation
 from samestep.world.signed import SignedEntries
 
 
@@ -84,3 +83,33 @@ def test_a_survivor_may_come_late(monkeypatch: pytest.MonkeyPatch, store: Any) -
     name(store, 2, [])
     with pytest.raises(PeerFailed, match="a rank is gone"):
         survivor.advance("a rank is gone")
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.data())
+def test_replicas_of_several_ranks(num_ranks: int, num_replicas: int, data: st.DataObject) -> None:
+    """As many as can be formed. Those that are complete stay, and rank 0 does, if it continues."""
+    members = [*range(num_ranks * num_replicas)]
+    while members:
+        living = data.draw(st.sets(st.sampled_from(members), max_size=len(members) - 1))
+        found = arrange(sorted(living), num_ranks)
+        replicas = [found[first : first + num_ranks] for first in range(0, len(found), num_ranks)]
+        at_positions = [{member for member in living if member % num_ranks == each} for each in range(num_ranks)]
+        assert len(replicas) == min(map(len, at_positions))
+        assert all({*at} <= living for at in zip(*replicas, strict=True))
+        assert all([member % num_ranks for member in each] == [*range(num_ranks)] for each in replicas)
+        wholes = ([*range(first, first + num_ranks)] for first in range(0, num_ranks * num_replicas, num_ranks))
+        assert all(whole in replicas for whole in wholes if living.issuperset(whole))
+        assert members[0] not in found[1:]
+        members = found
+
+
+@pytest.mark.parametrize(("living", "error"), [([0, 2, 3], LeftOver), ([0, 2], NotHealed)])
+def test_a_rank_whose_pipeline_has_lost_another_one(
+    living: list[int], error: type[PeerFailed], monkeypatch: pytest.MonkeyPatch, store: Any
+) -> None:
+    monkeypatch.setattr(membership, "_gone", [])
+    rank = Membership(store, "secret", 0, 4, 2)
+    name(store, 1, living)
+    with pytest.raises(error):
+        rank.advance("a rank is gone")
+    assert rank.generation == 0
