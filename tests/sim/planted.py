@@ -48,6 +48,11 @@ def _twins(what: str, file: str, old: str, new: str, **more: str) -> Planted:
     return Planted(f"twins: {what}", file, old, new, focus="twins", **more)
 
 
+def _pipelines(what: str, file: str, old: str, new: str, **more: str) -> Planted:
+    """With several pipelines."""
+    return Planted(f"pipelines: {what}", file, old, new, focus="pipelines", **more)
+
+
 PLANTED = (
     # --- samples, seeds and the tree
     Planted(
@@ -357,7 +362,7 @@ PLANTED = (
     ),
     _heal(
         "a rank keeps the members of the group before", "world/membership.py",
-        "self.members = self._named = members", "self._named = members",
+        "        self.members = members\n", "",
     ),
     _heal(
         "the new rank 0 does not complete the ledger", "snapshot/logs.py",
@@ -431,5 +436,35 @@ PLANTED = (
         "if param in states and self.ownership.reports(param)",
         "if self.ownership.find_first(param, self._group.members) == self._group.number",
         scenario="seed=1 script=mlp shard=optimizer owners=2 every=5 steps=5 | 3 heal kill@1782/0 | 1",
+    ),
+    # --- healing with pipelines
+    _pipelines(
+        "another rank becomes rank 0 while the one before lives", "world/membership.py",
+        "sorted(zip(*at_positions, strict=False))", "zip(*at_positions, strict=False)",
+        test="world/test_membership.py",
+    ),
+    _pipelines(
+        "what an interrupted micro-batch has done to BatchNorm stays", "engine/passes.py",
+        "        del self._sum\n        self._gradients.buffers.undo()\n", "        del self._sum\n",
+    ),
+    _pipelines(
+        "the gradients of a shared weight are added in place", "pipeline/tied.py",
+        "total + grad", "total.add_(grad)",
+    ),
+    _pipelines(
+        "a rank knows what another one sends, and this one does not", "pipeline/runner.py",
+        "            self._messages.begin()\n", "",
+    ),
+    _pipelines(
+        "some ranks of a new pipeline check the model again", "pipeline/runner.py",
+        "            self._checked.clear()\n", "",
+    ),
+    _pipelines(
+        "the norm lacks the gradients of a dead rank", "engine/ownership.py",
+        "(group.can_heal or ", "(",
+    ),
+    _pipelines(
+        "ranks of other stages write the tensors of a stage", "train/staged_state.py",
+        "members[position]", "position",
     ),
 )  # fmt: skip
