@@ -446,6 +446,7 @@ PLANTED = (
     _pipelines(
         "what an interrupted micro-batch has done to BatchNorm stays", "engine/passes.py",
         "        del self._sum\n        self._gradients.buffers.undo()\n", "        del self._sum\n",
+        scenario="seed=1 script=staged every=5 steps=5 | 4 heal kill@727/3 kill@743/0 | 1",
     ),
     _pipelines(
         "the gradients of a shared weight are added in place", "pipeline/tied.py",
@@ -454,17 +455,14 @@ PLANTED = (
     _pipelines(
         "a rank knows what another one sends, and this one does not", "pipeline/runner.py",
         "            self._messages.begin()\n", "",
-    ),
-    _pipelines(
-        "some ranks of a new pipeline check the model again", "pipeline/runner.py",
-        "            self._checked.clear()\n", "",
+        scenario="seed=1 script=staged every=5 steps=5 | 4 heal kill@727/2 kill@731/1 | 1",
     ),
     _pipelines(
         "the norm lacks the gradients of a dead rank", "engine/ownership.py",
-        "(group.can_heal or ", "(",
+        "(group.can_heal or ", "(", script="staged",
     ),
     _pipelines(
         "ranks of other stages write the tensors of a stage", "train/staged_state.py",
-        "members[position]", "position",
+        "members[position]", "position", script="staged",
     ),
 )  # fmt: skip

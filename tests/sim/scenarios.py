@@ -219,4 +219,7 @@ PINNED: dict[str, str] = {
     "an owner of the state dies in the last step of a loop, and the other one in the next loop": (
         "seed=9402387 script=phases shard=optimizer owners=2 every=3 steps=9 | 3 heal kill@2080 kill@3020 | 1"
     ),
+    "ranks of two pipelines die at once in the first step, and the others form one": (
+        "seed=1 script=staged every=5 steps=5 | 4 heal kill@727/3 kill@743/0 | 1"
+    ),
 }
