@@ -359,14 +359,14 @@ class Step:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         if self._parts.runner is not None:
             self._refuse_loop("for batch in step")
-        yield from self._run_pass(self._compute_in_loop)
+        return self._run_pass()
 
-    def _run_pass(self, compute: Callable[[PassAttempt], Generator[Any, None, str]]) -> Iterator[Any]:
-        """Run a pass.
+    def _run_pass(self, compute: Callable[[PassAttempt], str] | None = None) -> Iterator[Any]:
+        """Run a pass. Yields batches for the script's body.
 
         Args:
-            compute: computes this rank's micro-batches, and yields batches for the script's body. Returns the error of
-                a wait for another rank that is gone, or "".
+            compute: computes this rank's micro-batches, in place of the script's body. Returns the error of a wait for
+                another rank that is gone, or "".
         """
         parts = self._parts
         self._begin_pass()
@@ -376,15 +376,15 @@ class Step:
         reduced: Reduced | None = None
         while reduced is None:  # else a rank has died, and the others compute its micro-batches, too
             attempt = self._begin_attempt()
-            failure = yield from compute(attempt)
+            failure = ""
+            if compute is not None:
+                failure = compute(attempt)
+            else:
+                for v in (*self.borrowed, *attempt.held, *attempt.fillers):
+                    yield from self.compute(v, self._load(v))
             parts.clock.enter("reducing", self.number)
             reduced = yield from self._exchange(attempt, parts.cast_vote(), failure)
         self._apply(attempt, reduced)
-
-    def _compute_in_loop(self, attempt: PassAttempt) -> Generator[Any, None, str]:
-        for v in (*self.borrowed, *attempt.held, *attempt.fillers):
-            yield from self.compute(v, self._load(v))
-        return ""
 
     def run(self, body: Callable[[Any], Tensor], *, weight: Callable[[Any], float | Tensor] | None = None) -> None:
         """Run a function of each micro-batch, and the backward pass of the loss that it returns.
@@ -432,7 +432,7 @@ class Step:
         body: Callable[[Any], Any],
         weight: Callable[[Any], float | Tensor] | None,
         attempt: PassAttempt,
-    ) -> Generator[Any, None, str]:
+    ) -> str:
         """Run the forward and backward passes in the order of a runner. A rank without results has no losses."""
         parts = self._parts
         on = parts.observers
@@ -470,7 +470,6 @@ class Step:
             runner.run_pass(attempt.held, forward, backward)
         except PeerFailed as error:
             return str(error)
-        yield from ()
         return ""
 
     def _refuse_loop(self, what: str) -> NoReturn:
