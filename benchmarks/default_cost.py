@@ -144,6 +144,8 @@ def run_by_hand(
     for epoch in itertools.count():
         pending: list[tuple[int, list[Tensor]]] = []  # of the tree: number of micro-batches, and their sum
         for number, (inputs, targets) in enumerate(loader, start=1):
+            if (number - 1) % num_micro_batches == 0:
+                seed_all(number)  # of the step's body, which may draw numbers before its micro-batches
             seed_all(number)
             workload.compute_loss(model(inputs), targets).backward()
             if num_micro_batches > 1:
@@ -160,6 +162,7 @@ def run_by_hand(
                 torch._foreach_div_(grads, num_micro_batches)
                 for param, grad in zip(params, grads, strict=True):
                     param.grad = grad
+            seed_all(number)  # of the lines after the micro-batches
             if rows is not None:
                 checksum = zlib.crc32(cast(Any, params[number % len(params)].grad)[0].numpy())
                 rows.write(struct.pack("<QQ", number, checksum))
