@@ -151,6 +151,11 @@ def leave(code: int, *, waits: bool = False) -> NoReturn:
     with suppress(BaseException):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C would only print a traceback
         atexit._run_exitfuncs()  # noqa: SLF001
+    leave_now(code)
+
+
+def leave_now(code: int) -> NoReturn:
+    """End this process at once, with what it has printed, and without atexit functions."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

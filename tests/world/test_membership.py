@@ -1,6 +1,8 @@
 """What the ranks agree on after a death, through the launcher's entries. `make sim` tries the protocol."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -104,13 +106,31 @@ def test_replicas_of_several_ranks(num_ranks: int, num_replicas: int, data: st.D
         members = found
 
 
-@pytest.mark.parametrize(("living", "error"), [([0, 2, 3], LeftOver), ([0, 2], NotHealed)])
-def test_a_rank_whose_pipeline_has_lost_another_one(
-    living: list[int], error: type[PeerFailed], monkeypatch: pytest.MonkeyPatch, store: Any
-) -> None:
-    monkeypatch.setattr(membership, "_gone", [])
-    rank = Membership(store, "secret", 0, 4, 2)
-    name(store, 1, living)
-    with pytest.raises(error):
+def test_a_rank_whose_pipeline_has_lost_another_one(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
+    """It is left over when all that continue have come. Before, one of them may die, so that it is needed."""
+
+    def come(number: int, member: int) -> None:
+        store.set(f"samestep/{name_generation(number)}/{member}", b"")
+
+    def advance(rank: Membership, *meanwhile: Callable[[], None]) -> None:
+        happens = iter(meanwhile)
+        time = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: next(happens)())
+        monkeypatch.setattr(membership, "time", time)
         rank.advance("a rank is gone")
-    assert rank.generation == 0
+        assert not [*happens]
+
+    monkeypatch.setattr(membership, "_gone", [])
+    name(store, 1, [0, 2, 3])
+    needed = Membership(store, "secret", 0, 4, 2)
+    advance(needed, partial(come, 1, 2), partial(name, store, 2, [0, 3]), partial(come, 2, 3))
+    assert (needed.members, needed.generation) == ([0, 3], 2)
+    name(store, 3, [0, 2, 3])
+    with pytest.raises(LeftOver):
+        advance(Membership(store, "secret", 0, 4, 2), partial(come, 3, 2), partial(come, 3, 3))
+
+
+def test_all_ranks_with_a_stage_have_died(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
+    monkeypatch.setattr(membership, "_gone", [])
+    name(store, 1, [0, 2])
+    with pytest.raises(NotHealed, match="all ranks that held some of the stages have died"):
+        Membership(store, "secret", 0, 4, 2).advance("a rank is gone")

@@ -28,6 +28,7 @@ from samestep.errors import Error, LeftOver, NotHealed, PeerFailed, Stuck, Worke
 from samestep.files import open_regular
 from samestep.world.environment import BegunRun, Outcome
 
+SENTENCES = ("stuck", "worker died", "left over")  # kinds of failures whose message is a sentence
 MAX_REASON = 200  # characters
 SOON_S = 300.0  # from a death until the others fail, if they cannot continue after it
 # A RuntimeError or ConnectionError that is raised in these packages means that another rank was lost.
@@ -48,8 +49,8 @@ class RankFailure(Struct, tag=True, frozen=True):
         time_s: wall-clock time of the failure.
         code: exit code, or minus the signal that killed the rank.
         secondary: the rank has only lost the connection to another one.
-        kind: "error" (a samestep.Error), "exception", "exit" (sys.exit), "stuck" (the message is a sentence; also for
-            a killed DataLoader worker), "left over" (the message is a sentence) or "died" (the rank left no report).
+        kind: "error" (a samestep.Error), "exception", "exit" (sys.exit), "died" (the rank left no report), or one of
+            `SENTENCES`.
         message: the error, in one line.
         traceback: the traceback of an exception.
         log: the end of the rank's output, if the terminal has not shown it.
@@ -71,7 +72,7 @@ class RankFailure(Struct, tag=True, frozen=True):
 
     @property
     def _sentence(self) -> str:
-        if self.kind in ("stuck", "left over"):
+        if self.kind in SENTENCES:
             return self.message
         verb = {"exit": "exited with ", "exception": "raised ", "error": "failed: "}.get(self.kind, "")
         return f"rank {self.rank} {verb}{self.message}"
@@ -79,7 +80,7 @@ class RankFailure(Struct, tag=True, frozen=True):
     @property
     def is_death(self) -> bool:
         """Whether another rank could do what this one was to do: its script has not failed."""
-        return self.kind in ("died", "stuck", "left over")
+        return self.kind == "died" or self.kind in SENTENCES
 
     @property
     def refusal(self) -> str:
@@ -156,7 +157,7 @@ def build_failure(rank: int, error: BaseException, code: int) -> RankFailure:
         case LeftOver():
             kind, message = "left over", str(error)
         case WorkerDied():
-            kind, message = "stuck", f"rank {rank}'s {error}"
+            kind, message = "worker died", f"rank {rank}'s {error}"
         case Error():
             kind, message = "error", str(error)
         case _:

@@ -348,7 +348,8 @@ class Supervisor:
         failures = self._failed()
         dead = {rank.number for rank in self._ranks if rank.failure is not None and rank.failure.is_death}
         is_alone = dead.issuperset(self.generation.members)
-        if not (failures and dead) or is_alone or any(failure.kind == "error" for failure in failures):
+        has_own_failure = any(not (failure.is_death or failure.secondary) for failure in failures)  # perhaps much later
+        if not (failures and dead) or is_alone or has_own_failure:
             return ""
         if refusal := next(filter(None, [failure.refusal for failure in failures]), ""):
             return refusal

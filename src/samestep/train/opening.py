@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,12 +22,13 @@ from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader
 from samestep.data.source import keep_shards
 from samestep.data.spec import DataSpec, has_lanes
-from samestep.errors import Error, InvalidValue, RunDirectoryError
+from samestep.errors import Error, InvalidValue, LeftOver, RunDirectoryError
 from samestep.hashing import hash_content
+from samestep.launch.rank_reports import build_failure, report
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import derive
 from samestep.plan.tree import describe_division
-from samestep.processes import run_captured
+from samestep.processes import leave_now, run_captured
 from samestep.snapshot.logs import Heal
 from samestep.train.context import LoopKind, RunContext
 from samestep.train.determinism import describe_machine, fix_compiler, keeping_generators
@@ -201,7 +202,14 @@ def _begin_healing(context: RunContext, feed: Feed, services: Services, prepared
             "--max-restarts permits"
         )
     else:
-        context.group.begin_healing(environment, partial(_continue_without, context, feed, services, prepared))
+        continue_without = partial(_continue_without, context, feed, services, prepared)
+        context.group.begin_healing(environment, continue_without, partial(_end_left_over, environment.rank))
+
+
+def _end_left_over(rank: int, error: LeftOver) -> NoReturn:
+    """End this process, since the others continue without it. The script has no part in this."""
+    report(build_failure(rank, error, 1))
+    leave_now(1)
 
 
 def _continue_without(context: RunContext, feed: Feed, services: Services, prepared: Prepared, change: Change) -> None:

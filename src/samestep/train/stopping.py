@@ -27,7 +27,7 @@ from samestep.engine.passes import Reduced
 from samestep.errors import Error, PeerFailed, UsageError, WorkerDied, add_code, recognize
 from samestep.launch.rank_process import kept_signals
 from samestep.launch.rank_reports import Result, build_failure, has_launcher, is_secondary, report
-from samestep.processes import Held, hold, leave
+from samestep.processes import Held, hold, leave, leave_now
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext, RunState
 from samestep.train.guards import Call, gather_after_step
@@ -393,7 +393,4 @@ def end_with(error: Error, environment: Environment) -> NoReturn:
         report(Result(environment.rank, pickle.dumps(error)))
     else:
         _say_once(error)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(Error.exit_code)
+    leave_now(Error.exit_code)

@@ -23,13 +23,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from samestep.console import saying_when_slow
-from samestep.errors import InvalidValue, NotHealed, PeerFailed, is_out_of_memory
+from samestep.errors import InvalidValue, LeftOver, NotHealed, PeerFailed, is_out_of_memory
 from samestep.files import read_bytes
 from samestep.hashing import hash_bytes
 from samestep.processes import Held, hold
@@ -90,6 +90,7 @@ class Group(Transport, Held):
         self._uses_nccl = False  # set if ranks can continue after a death
         self._refuses = False  # to continue after a death, in this loop
         self._notify: Callable[[Change], None] = lambda change: None
+        self._end: Callable[[LeftOver], NoReturn]
         self._watch: LossWatch | None = None
 
     # --- the death of a rank ----------------------------------------------------------------------------------
@@ -124,13 +125,17 @@ class Group(Transport, Held):
         """The membership, unless no rank continues after a death in this loop."""
         return None if self._refuses else self._membership
 
-    def begin_healing(self, environment: Environment, notify: Callable[[Change], None]) -> None:
-        """Let the other ranks continue if one dies. A further call, in a later loop, replaces `notify`.
+    def begin_healing(
+        self, environment: Environment, notify: Callable[[Change], None], end: Callable[[LeftOver], NoReturn]
+    ) -> None:
+        """Let the other ranks continue if one dies. A further call, in a later loop, replaces the functions.
 
         Args:
             notify: called on all survivors after a death, in the new group.
+            end: ends this process, because the others continue without it.
         """
         self._notify = notify
+        self._end = end
         self._refuses = False
         if self._membership is None:
             membership = Membership(
@@ -185,14 +190,18 @@ class Group(Transport, Held):
             repeat the collective.
 
         Raises:
-            PeerFailed: the run cannot continue without the rank that has died, or continues without this one, too.
+            PeerFailed: the run cannot continue without the rank that has died.
         """
         membership = self._healing
         if membership is None:
             raise PeerFailed(reason)
         began_s = time.monotonic()
         before = membership.members
-        counts = is_settled(membership.position, self._regroup(membership, reason))
+        try:
+            positions = self._regroup(membership, reason)
+        except LeftOver as error:
+            self._end(error)
+        counts = is_settled(membership.position, positions)
         if counts:
             membership.complete()
         self._notify(Change(before, membership.members, began_s))

@@ -89,7 +89,7 @@ def check_ranks_unchanged() -> None:
         NotHealed: one has. With --max-restarts, all ranks start again.
     """
     if _gone:
-        raise NotHealed(f"a further samestep.Run begins without rank {_gone[0]}, which has died")
+        raise NotHealed(f"a further samestep.Run begins without rank {_gone[0]}, which has ended")
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ class Membership:
             raise PeerFailed("another rank has died")
 
     def is_lost(self, member: int) -> bool:
-        """Return whether `member`, as numbered at the start, is missing from the current or the newest generation."""
-        return member not in self.members or member not in self._named
+        """Return whether `member`, as numbered at the start, has died."""
+        return member not in self._named
 
     def open_store(self) -> Any:  # PrefixStore
         """Return the store of the current generation's process group, which this rank now joins."""
@@ -237,25 +237,30 @@ class Membership:
                 self._move(newest, living)
                 has_moved = True
                 continue
-            if has_moved and have_come(self._store, newest, living):
-                return
+            if has_moved and have_come(self._store, newest, living if self.own in self.members else self.members):
+                break
             waited_s = time.monotonic() - began_s
             if not has_moved and waited_s > GENERATION_S:
                 raise PeerFailed(reason)
             time.sleep(max(POLL_S, waited_s / 100))  # a rank that computes meanwhile may share the processor
+        if self.own not in self.members:  # and those that are have come, so that it will not be one
+            raise LeftOver(f"rank {self.own} ends, because its pipeline has lost a rank")
 
     def _move(self, generation: int, living: Sequence[int]) -> None:
-        """Move to a generation. `living`: the ranks that the launcher has named. Raises as `advance`."""
+        """Move to a generation. `living`: the ranks that the launcher has named.
+
+        Raises:
+            NotHealed: no replica can be formed.
+        """
         members = arrange(living, self._ranks_per_replica)
         _gone.extend(rank for rank in self.members if rank not in members)
         if not members:
             raise NotHealed("all ranks that held some of the stages have died")
-        if self.own not in members:
-            raise LeftOver(f"rank {self.own} ends, because its pipeline has lost a rank")
         self.generation = generation
         self.members = members
         self._named = living
-        self.announce()
+        if self.own in members:
+            self.announce()
 
     def check_newest(self) -> None:
         """Check that no member of the current generation has died.
