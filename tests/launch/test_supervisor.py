@@ -260,6 +260,19 @@ def test_a_rank_that_ends_after_a_healed_death_is_not_gone() -> None:
     assert launch.end.code == 0
 
 
+@pytest.mark.parametrize("kind", ["worker died", "left over"])
+def test_why_a_rank_has_ended_is_printed(kind: str) -> None:
+    launch = Launch(heals=True).do(READY, Ended(2, 1, RankFailure(2, 0.0, 1, False, kind, "rank 2 ends, because")))
+    assert launch.named == [[0, 1]]
+    assert "rank 2 ends, because" in launch.said
+
+
+def test_a_failure_after_a_healed_death_is_none_of_healing() -> None:
+    launch = Launch(heals=True).do(READY, died(2), READY, raised(0), lost_another(1))
+    assert launch.end.failure.rank == 0
+    assert "do not continue" not in launch.said
+
+
 def test_the_last_rank_is_killed_before_it_continues() -> None:
     """Its number is not the number of ranks, since others have died before. No rank is left that could continue."""
     launch = Launch(heals=True).do(READY, died(0), READY, died(2), READY, died(1))
