@@ -459,10 +459,11 @@ PLANTED = (
     ),
     _pipelines(
         "the norm lacks the gradients of a dead rank", "engine/ownership.py",
-        "(group.can_heal or ", "(", script="staged",
+        "(group.can_heal or ", "(",
+        scenario="seed=1 script=staged every=5 steps=5 | 4 heal kill@2181/1 | 1",
     ),
     _pipelines(
         "ranks of other stages write the tensors of a stage", "train/staged_state.py",
-        "members[position]", "position", script="staged",
+        "members[position]", "position",
     ),
 )  # fmt: skip
