@@ -227,8 +227,9 @@ def _check_ends(launch: Launch, *, is_damaged: bool) -> None:
     killed = sorted(max(_find_steps(each.output), default=-1) for each in launch.processes if each.code == -SIGKILL)
     are_close = any(later - earlier <= MAX_APART for earlier, later in pairwise(killed))
     for line in lines:
-        has_copy = not are_close if TWINS in line else len(killed) < launch.round.num_ranks // RANKS_PER_PIPELINE
-        if (TWINS in line or STAGES in line) and has_copy:
+        if TWINS in line and not are_close:
+            raise Violation(line)
+        if STAGES in line and len(killed) < launch.round.num_ranks // RANKS_PER_PIPELINE:
             raise Violation(line)
     if kinds == {"kill"} and not is_too_short:
         for line in lines:
