@@ -166,12 +166,12 @@ class LoopPlan:
         """Number of samples of each epoch."""
         return self.length if self.epoch_length is None else self.epoch_length
 
-    @property
+    @cached_property
     def num_dropped(self) -> int:
         """The number of samples of each epoch that no step uses."""
         return self._num_samples % self.batch_size if self.drop_last and not self.is_endless else 0
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Number of steps of each epoch. Not for endless loops."""
         return -(-(self._num_samples - self.num_dropped) // self.batch_size)
