@@ -18,6 +18,7 @@ from samestep.snapshot.async_copy import (
     SnapshotOrder,
     Staging,
     TrainingState,
+    is_detectable,
     is_finite,
     locate,
 )
@@ -45,7 +46,7 @@ def begin(
 ) -> Copy:
     """Begin to copy tensors, by default all. `look`: called with each part of them."""
     targets = Staging().take(tensors) if targets is None else targets
-    return Copy(tensors, targets, stable={*map(locate, tensors.values())}, look=look)
+    return Copy(tensors, targets, stable={*map(locate, filter(is_detectable, tensors.values()))}, look=look)
 
 
 def test_what_is_copied_and_looked_at() -> None:

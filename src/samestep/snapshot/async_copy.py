@@ -160,7 +160,7 @@ class Copy:
     Args:
         tensors: by name.
         targets: host memory by name. Tensors without one are not copied, only passed to `look`.
-        stable: the places (`locate`) of tensors that change only in an update.
+        stable: the places (`locate`) of detectable tensors that change only in an update.
         look: called for each tensor with its place and the tensor or its copy, whole or in consecutive slices.
 
     Attributes:
@@ -186,8 +186,7 @@ class Copy:
         at_once: dict[Any, list[_Slice]] = {}  # by device
         for name, tensor in tensors.items():
             place = locate(tensor)
-            is_late = place in stable and is_detectable(tensor)
-            slices = self._later if is_late else at_once.setdefault(tensor.device, [])
+            slices = self._later if place in stable else at_once.setdefault(tensor.device, [])
             slices.append(_Slice(place, tensor.detach(), targets.get(name)))
         self._detector = WriteDetector(each.source for each in self._later)
         for slices in at_once.values():

@@ -13,7 +13,8 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain, count
+from itertools import count
+from json.encoder import encode_basestring_ascii as quote
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -384,9 +385,10 @@ class _Encoder:
         return encoded
 
     def _find_name(self, path: _Path) -> str:
-        wanted = "/".join(map(str, path))
-        names = chain([wanted], (f"{wanted}~{number}" for number in count(1)))
-        name = next(each for each in names if each not in self._taken)
+        name = wanted = "/".join(map(str, path))
+        numbers = count(1)
+        while name in self._taken:
+            name = f"{wanted}~{next(numbers)}"
         self._taken.add(name)
         return name
 
@@ -400,7 +402,8 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
     kind = value.get(KIND, "dict")
     if kind in ("dict", "counter", "state_dict"):
         pairs = value["items"] if KIND in value else value.items()
-        items = [[json.dumps(key), _canonical(item, hashes)] for key, item in pairs]
+        # Of a str, json.dumps returns the same after several calls in Python.
+        items = [[quote(key) if type(key) is str else json.dumps(key), _canonical(item, hashes)] for key, item in pairs]
         return {KIND: "counter" if kind == "counter" else "dict", "items": sorted(items, key=itemgetter(0))}
     if kind == "tensor":
         return {KIND: kind, "dtype": value["dtype"], "shape": value["shape"], "sha256": hashes[value["name"]]}

@@ -333,7 +333,7 @@ class Snapshotter:
                 targets = self._staging.take(order.tensors)
         places = {locate(tensor) for tensor in order.tensors.values()}
         others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
-        stable = {locate(tensor) for tensor in state.stable} - self._unstable
+        stable = {locate(tensor) for tensor in state.stable if is_detectable(tensor)} - self._unstable
         copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
         self._writer = Writer(copy, self._location, order, targets or order.tensors, inspection)
         if order.tensors and not targets:
