@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.pipeline.nested import find_tensors, map_tensors
+from samestep.nested import find_tensors, map_tensors
 
 MAX_KNOWN = 10_000  # results; numbers among the arguments may make each micro-batch's new
 

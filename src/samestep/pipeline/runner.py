@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from samestep.data.loader import seed_all
 from samestep.engine.leaf import NONE, drop_grads, read_grad, run_backward_alone
 from samestep.errors import Error, PeerFailed, UsageError
+from samestep.nested import find_tensors, map_tensors
 from samestep.pipeline.messages import Messages
-from samestep.pipeline.nested import find_tensors, map_tensors
 from samestep.pipeline.outlines import Outlines
 from samestep.pipeline.schedule import Kind, build_schedule, find_held, list_positions
 from samestep.pipeline.stage_check import StageCheck

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.errors import UsageError
-from samestep.pipeline.nested import find_tensors
+from samestep.nested import find_tensors
 from samestep.pipeline.stages import StagedModel
 from samestep.torch_internals import read_version
 

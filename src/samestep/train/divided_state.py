@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 from samestep.engine.ownership import Ownership, send_owned
 from samestep.engine.sharded_unit import ShardedModels, ShardedUnit
 from samestep.errors import InvalidValue, UsageError
+from samestep.nested import find_tensors
 from samestep.snapshot.async_copy import Place, Share, locate
 from samestep.snapshot.serialization import SavedState, digest
 from samestep.torch_internals import (
@@ -37,7 +38,7 @@ from samestep.torch_internals import (
     shard_like,
 )
 from samestep.train.guards import Call, gather_after_step, wait_for_call
-from samestep.train.objects import STATE, Objects, list_params, list_tensors, save_module
+from samestep.train.objects import STATE, Objects, list_params, save_module
 from samestep.train.sharded_init import ShardedInit
 from samestep.world.group import Group
 from samestep.world.host import find_block_size
@@ -159,7 +160,7 @@ class DividedOptimizers(DividedState):
         copied: list[tuple[Optimizer, Tensor, Any]] = []
         for optimizer, path, param, (source, new) in moves:
             if path in own:
-                group.send(list_tensors(own[path]), members.index(new))
+                group.send(find_tensors(own[path]), members.index(new))
             elif path in outlines and new == group.number:
                 outlined, devices = outlines[path]
                 copied.append((optimizer, param, self._receive(outlined, devices, members.index(source))))
@@ -167,7 +168,7 @@ class DividedOptimizers(DividedState):
 
     def _receive(self, outlined: Any, devices: Sequence[str], source: int) -> Any:
         """Return the state of a parameter that a rank sends. `devices`: of its tensors."""
-        tensors = list_tensors(outlined)
+        tensors = find_tensors(outlined)
         values = [torch.empty(each.shape, dtype=each.dtype) for each in tensors]
         self._group.receive(values, source)
         placed = (
@@ -185,7 +186,7 @@ class DividedOptimizers(DividedState):
         of_ranks = self._exchange_outlines()
         own = self._group.number
         members = [*of_ranks]
-        writers = self._find_writers(members) | {locate(tensor): own for tensor in list_tensors(of_ranks[own])}
+        writers = self._find_writers(members) | {locate(tensor): own for tensor in find_tensors(of_ranks[own])}
 
         def is_mine(tensor: Tensor) -> bool:
             # An empty one has no memory to be known by.
@@ -292,7 +293,7 @@ def outline_states(states: Any) -> Any:
 
 
 def _list_devices(state: Any) -> list[str]:
-    return [tensor.device.type for tensor in list_tensors(state)]
+    return [tensor.device.type for tensor in find_tensors(state)]
 
 
 def _refuse_norm(optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> None:

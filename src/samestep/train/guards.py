@@ -14,10 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.errors import Error, UsageError
 from samestep.hashing import hash_short
+from samestep.nested import find_tensors
 from samestep.snapshot.async_copy import Share, TrainingState
 from samestep.torch_internals import get_local, is_sharded, read_version
 from samestep.train.context import RunContext
-from samestep.train.objects import Objects, list_params, list_tensors, strip_compiled
+from samestep.train.objects import Objects, list_params, strip_compiled
 from samestep.train.step import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
@@ -196,7 +197,7 @@ def list_stable(objects: Objects) -> list[Tensor]:
     """Return the tensors that change only in or after an update: parameters and the optimizers' state."""
     tensors: list[Tensor] = [*objects.name_params().values()]
     for optimizer in objects.optimizers.values():
-        tensors += list_tensors([*optimizer.state.values()])
+        tensors += find_tensors([*optimizer.state.values()])
     return [get_local(tensor) for tensor in tensors if not tensor.is_meta]
 
 

@@ -15,11 +15,12 @@ from samestep.config import NO_INTERCEPTORS, OPTIONS, RunConfig
 from samestep.decoding import parse_json
 from samestep.engine.passes import Gradients
 from samestep.errors import InvalidValue
+from samestep.nested import find_tensors
 from samestep.plan.shards import OUTSIDE, ParamSize
 from samestep.train.context import RunContext
 from samestep.train.divided_state import Blocks, find_blocks
 from samestep.train.loop_data import LoopData
-from samestep.train.objects import Objects, list_tensors
+from samestep.train.objects import Objects
 from samestep.train.step import StepInterceptor
 from samestep.watch.beats import PhaseClock
 from samestep.world.environment import TRACE
@@ -175,7 +176,7 @@ def measure_sizes(objects: Objects, blocks: Blocks | None) -> list[ParamSize]:
             homes.setdefault(id(param), number)
     sizes = []
     for param in objects.name_params().values():
-        tensors = list_tensors(states.get(id(param)))
+        tensors = find_tensors(states.get(id(param)))
         of_shape = sum(each.nbytes for each in tensors if each.shape == param.shape)
         sizes.append(
             ParamSize(

@@ -17,11 +17,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure
+from torch.utils._pytree import tree_map, tree_structure
 
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
 from samestep.hashing import hash_bytes
+from samestep.nested import find_tensors
 from samestep.snapshot.serialization import encode
 from samestep.torch_internals import is_sharded, rename_state
 from samestep.train.sharded_init import is_partial
@@ -46,11 +47,6 @@ def strip_compiled(path: str) -> str:
 def list_params(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, group by group."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested dicts, lists and tuples."""
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def save_module(module: nn.Module) -> dict[str, Any]:
@@ -259,7 +255,7 @@ def check_objects(objects: Objects, old_params: OldParams) -> None:
             )
     for name, optimizer in objects.optimizers.items():
         objects.name_updated(name)
-        if any(map(is_partial, list_tensors([*optimizer.state.values()]))):
+        if any(map(is_partial, find_tensors([*optimizer.state.values()]))):
             raise InvalidValue(
                 f"{name} is {type(optimizer).__name__}, which builds its state from the parameters, and those of "
                 "run.sharded_init have no memory yet: use another optimizer, or build the model outside of the block",

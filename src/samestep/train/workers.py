@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.console import format_count
 from samestep.errors import InvalidValue, UsageError
+from samestep.nested import find_tensors
 from samestep.plan.tree import build_layout
 from samestep.snapshot.async_copy import Share, locate
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.divided_state import outline_states
-from samestep.train.objects import GROUPS, STATE, Objects, list_params, list_tensors
+from samestep.train.objects import GROUPS, STATE, Objects, list_params
 from samestep.train.step import Step, StepObserver
 from samestep.world.group import Group
 
@@ -159,7 +160,7 @@ class WorkerStates:
         """Return the objects' states, with tensors on the meta device for those of other ranks. On all ranks."""
         of_ranks = self._exchange_outlines()
         rank = self._group.rank
-        own = {locate(tensor) for tensor in list_tensors(of_ranks[rank])}
+        own = {locate(tensor) for tensor in find_tensors(of_ranks[rank])}
 
         def is_mine(tensor: Tensor) -> bool:
             """Rank 0 stores what is the same on all ranks, too."""
@@ -172,11 +173,11 @@ class WorkerStates:
         of_ranks = self._exchange_outlines()
         if self._group.rank:  # it has no values of the others
             own = of_ranks[self._group.rank]
-            self._group.send(list_tensors(own), target=0)
+            self._group.send(find_tensors(own), target=0)
             return self._merge([own])
         for source in range(1, self._group.world_size):
             of_ranks[source] = tree_map_only(Tensor, partial(torch.empty_like, device="cpu"), of_ranks[source])
-            self._group.receive(list_tensors(of_ranks[source]), source)
+            self._group.receive(find_tensors(of_ranks[source]), source)
         return self._merge(of_ranks)
 
     def select(self, saved: SavedState) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tensors in nested containers, such as the arguments of a module."""
+"""The tensors in nested containers, such as the arguments of a module or the state of an optimizer."""
 
 from collections.abc import Callable
 from typing import Any
