@@ -28,7 +28,7 @@ def test_a_scenario_reproduces_all_that_happens() -> None:
     printed = explore(*again, "--minutes", "0.6")
     print(printed)
     assert printed.startswith(once)
-    assert once.count("start") == 3
+    assert once.count(" s  start ") == 3
 
 
 def test_scenarios_have_a_text_form() -> None:
