@@ -356,8 +356,7 @@ PLANTED = (
     ),
     _heal(
         "nobody confirms a collective", "world/group.py",
-        "            self._gather_number_now(1)\n            membership.complete()",
-        "            membership.complete()",
+        "        self._gather_number_now(1)\n        membership.complete()", "        membership.complete()",
         scenario="seed=46 script=mlp every=3 steps=10 | 5 heal kill@2203 | 2",
     ),
     _heal(

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -21,7 +21,6 @@ from samestep.plan.ledger import combine
 from samestep.plan.tree import Span
 from samestep.train.context import RunContext
 from samestep.watch.beats import PhaseClock
-from samestep.world.group import may_be_death
 
 
 class StepObserver:
@@ -373,8 +372,8 @@ class Step:
         for each in parts.observers.interceptors:
             yield from each.probe(self)
         self._phase = StepPhase.INSIDE
-        reduced: Reduced | None = None
-        while reduced is None:  # else a rank has died, and the others compute its micro-batches, too
+        completed: list[Reduced] = []
+        while not completed:  # else a rank has died, and the others compute its micro-batches, too
             attempt = self._begin_attempt()
             failure = ""
             if compute is not None:
@@ -383,7 +382,11 @@ class Step:
                 for v in (*self.borrowed, *attempt.held, *attempt.fillers):
                     yield from self.compute(v, self._load(v))
             parts.clock.enter("reducing", self.number)
-            reduced = yield from self._exchange(attempt, parts.cast_vote(), failure)
+            exchange = partial(self._exchange, attempt, parts.cast_vote(), failure)
+            completed = parts.context.group.try_once(exchange, on_device=True, release=attempt.release)
+        (reduced,) = completed
+        for each in parts.observers.interceptors:
+            yield from each.after_exchange(self, reduced)
         self._apply(attempt, reduced)
 
     def run(self, body: Callable[[Any], Tensor], *, weight: Callable[[Any], float | Tensor] | None = None) -> None:
@@ -555,29 +558,11 @@ class Step:
             self._load(each)
         return self._load(v)
 
-    def _exchange(self, attempt: PassAttempt, vote: Vote, failure: str) -> Generator[Any, None, Reduced | None]:
-        """Exchange the gradients. Returns None if a rank has died meanwhile, so that the pass must be repeated.
-
-        Args:
-            failure: why there is nothing to exchange, see `_run_pass`; "" otherwise.
-        """
-        group = self._parts.context.group
-        reduced: Reduced | None = None
-        try:
-            with group.together():
-                if failure:
-                    raise PeerFailed(failure)
-                reduced = attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
-                for each in self._parts.observers.interceptors:
-                    yield from each.after_exchange(self, reduced)
-            group.confirm()
-            return reduced
-        except RuntimeError as error:
-            if not group.can_heal or not may_be_death(error):
-                raise
-            reason = str(error)
-        attempt.release()
-        return reduced if group.heal(reason) else None
+    def _exchange(self, attempt: PassAttempt, vote: Vote, failure: str) -> Reduced:
+        """Exchange the gradients. `failure`: why there is nothing to exchange, see `_run_pass`; "" otherwise."""
+        if failure:
+            raise PeerFailed(failure)
+        return attempt.exchange(vote, [self._loaded[v].fingerprint for v in self.held])
 
     def _apply(self, attempt: PassAttempt, reduced: Reduced) -> None:
         """Apply the result of a pass, and end it."""

@@ -5,7 +5,7 @@ The death of rank 1 of 4, in the order of time:
 | who | what | where |
 |---|---|---|
 | launcher | notices the end of the process, and names the next generation: ranks 0, 2 and 3 | `launch/supervisor.py` |
-| ranks 0, 2, 3 | notice the failed collective themselves, or `LossWatch` breaks their connections | `complete` |
+| ranks 0, 2, 3 | notice the failed collective themselves, or `LossWatch` breaks their connections | `try_once` |
 | ranks 0, 2, 3 | close the old process group, wait for the generation, and open a new group | `_regroup` |
 | ranks 0, 2, 3 | compare how many collectives they have completed: that of a rank behind is complete | `is_settled` |
 | ranks 0, 2, 3 | divide the micro-batches anew; a new rank 0 takes the run directory over | `train/opening.py` |
@@ -163,24 +163,61 @@ class Group(Transport, Held):
         """Return whether the other ranks continue without `member`, as numbered at the start. In any thread."""
         return self._membership is not None and self._membership.is_lost(member)
 
-    def confirm(self, *, on_device: bool = True) -> None:
-        """Return when the collective before this call is complete on all ranks. Without healing, at once.
+    def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
+        while True:
+            if completed := self.try_once(collective, on_device=on_device):
+                return completed[0]
+
+    def try_once(
+        self, collective: Callable[[], T], *, on_device: bool, release: Callable[[], None] = lambda: None
+    ) -> list[T]:
+        """Run a collective. If a rank dies meanwhile, form a new group.
 
         Args:
             on_device: whether it exchanges tensors on this rank's device. NCCL returns before their results are there.
+            release: called when it has failed, to release its messages: they keep connections to other ranks open.
+
+        Returns:
+            Its result, in a list; an empty one if the collective must be repeated.
 
         Raises:
-            RuntimeError: a rank has died.
+            PeerFailed: the run cannot continue without the rank that has died.
         """
-        if (membership := self._healing) is not None:
-            if on_device and self._uses_nccl:
-                torch.cuda.current_stream(self.device).synchronize()
-                membership.check_connected()
-            self._gather_number_now(1)
-            membership.complete()
+        membership = self._healing
+        if membership is None or self._are_together:
+            return [collective()]
+        completed: list[T] = []
+        try:
+            with self._together():
+                completed.append(collective())
+            self._confirm(membership, on_device=on_device)
+            return completed
+        except RuntimeError as error:
+            if not may_be_death(error):
+                raise
+            reason = str(error)
+        release()
+        return completed if self._heal(membership, reason) else []
 
-    def heal(self, reason: str) -> bool:
-        """Form a new group of the survivors, after a collective, or `confirm` after it, has failed.
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Make the collectives in this block part of one: a death in them raises."""
+        self._are_together = True
+        try:
+            yield
+        finally:
+            self._are_together = False
+
+    def _confirm(self, membership: Membership, *, on_device: bool) -> None:
+        """Return when the collective before this call is complete on all ranks. Raises RuntimeError if one has died."""
+        if on_device and self._uses_nccl:
+            torch.cuda.current_stream(self.device).synchronize()
+            membership.check_connected()
+        self._gather_number_now(1)
+        membership.complete()
+
+    def _heal(self, membership: Membership, reason: str) -> bool:
+        """Form a new group of the survivors, after a collective, or the confirmation after it, has failed.
 
         Args:
             reason: its error.
@@ -188,13 +225,7 @@ class Group(Transport, Held):
         Returns:
             True to keep the collective's result, which this rank has, and which another one may have used; False to
             repeat the collective.
-
-        Raises:
-            PeerFailed: the run cannot continue without the rank that has died.
         """
-        membership = self._healing
-        if membership is None:
-            raise PeerFailed(reason)
         began_s = time.monotonic()
         before = membership.members
         try:
@@ -212,7 +243,7 @@ class Group(Transport, Held):
         while True:
             membership.leave(self._leave)
             membership.advance(reason)
-            with suppress(RuntimeError), self.together():  # a further rank has died
+            with suppress(RuntimeError), self._together():  # a further rank has died
                 self._join(membership)
                 return self.gather_number(membership.position)
 
@@ -257,33 +288,6 @@ class Group(Transport, Held):
         if self.local_sockets is not None:
             self.local_sockets.close()
         release_connections()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Make the collectives in this block part of one, which `confirm` completes: a death in them raises."""
-        self._are_together = True
-        try:
-            yield
-        finally:
-            self._are_together = False
-
-    def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
-        """Run a collective. If a rank dies meanwhile, form a new group, and repeat it unless it counts."""
-        if not self.can_heal or self._are_together:
-            return collective()
-        while True:
-            result: list[T] = []
-            try:
-                with self.together():
-                    result.append(collective())
-                self.confirm(on_device=on_device)
-                return result[0]
-            except RuntimeError as error:
-                if not may_be_death(error):
-                    raise
-                reason = str(error)
-            if self.heal(reason):
-                return result[0]
 
     def open_lasting_entries(self) -> SignedEntries:
         """Open a connection for signed entries of the process group's store. One rank has a store of its own.

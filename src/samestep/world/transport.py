@@ -81,7 +81,7 @@ class Transport:
         self.set_place(self.rank, self.world_size)
 
     def complete(self, collective: Callable[[], T], *, on_device: bool = False) -> T:
-        """Run a collective. `on_device`: as for `Group.confirm`."""
+        """Run a collective. `on_device`: as for `Group.try_once`."""
         raise NotImplementedError
 
     def wait_for(self, messages: Sequence[Transfer]) -> None:
