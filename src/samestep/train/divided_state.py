@@ -59,8 +59,15 @@ class DividedState:
             optimizer.register_step_post_hook(self._count)
         finalize(self, observe_norms(partial(_refuse_norm, WeakSet(objects.optimizers.values()))))
 
-    def check_living(self) -> None:
-        """Raise NotHealed if a part of the state has died with ranks. By default, none has."""
+    def select(self, saved: SavedState) -> dict[str, Any]:
+        """Return the objects' states in a snapshot, with what this rank has of the models."""
+        objects = dict(saved.contents["objects"])
+        for name, module in self._objects.modules.items():
+            now = save_module(module)
+            objects[name] = copy(objects[name])  # with the versions of the modules
+            for key, value in objects[name].items():
+                objects[name][key] = shard_as(now.get(key), value, saved.read_rows)
+        return objects
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
         self._num_updates[optimizer] += 1
@@ -101,10 +108,6 @@ class DividedOptimizers(DividedState):
                 raise InvalidValue(
                     f"{name} is LBFGS, which needs the gradients of all {divided} at once: {remedy}", code="SS606"
                 )
-
-    def check_living(self) -> None:
-        """Raise NotHealed if a part of the state has died with all of its owners."""
-        self.ownership.check()
 
     def _send_updated(self, optimizer: Optimizer, *_: Any) -> None:
         """After an update on all ranks, copy each parameter from its first owner to the other ranks that hold it."""
@@ -202,7 +205,7 @@ class DividedOptimizers(DividedState):
 
     def select(self, saved: SavedState) -> dict[str, Any]:
         """Return the objects' states in a snapshot, without those of other ranks' parameters."""
-        objects = dict(saved.contents["objects"])
+        objects = super().select(saved)
         updated = self._name_params()
         self.ownership.assign(
             [
@@ -391,12 +394,7 @@ class ShardedState(DividedState):
 
     def select(self, saved: SavedState) -> dict[str, Any]:
         """Return the objects' states in a snapshot, with this rank's shards."""
-        objects = dict(saved.contents["objects"])
-        for name, module in self._objects.modules.items():
-            now = save_module(module)
-            objects[name] = copy(objects[name])  # with the versions of the modules
-            for key, value in objects[name].items():
-                objects[name][key] = shard_as(now.get(key), value, saved.read_rows)
+        objects = super().select(saved)
         for name in self._objects.optimizers:
             params = self._objects.name_updated(name)
             state = {

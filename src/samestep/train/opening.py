@@ -214,8 +214,8 @@ def _end_left_over(rank: int, error: LeftOver) -> NoReturn:
 
 def _continue_without(context: RunContext, feed: Feed, services: Services, prepared: Prepared, change: Change) -> None:
     """Continue without ranks that have died, in the new group."""
-    if prepared.divided is not None:
-        prepared.divided.check_living()
+    if (ownership := prepared.gradients.ownership) is not None:
+        ownership.check()
     location = context.location
     steps_done = context.state.steps_done
     feed.divide_again()

@@ -1,7 +1,6 @@
 """The prepared objects of a run with a pipeline: the model, which is cut, and the state that the ranks have of it."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +11,9 @@ from samestep.errors import InvalidValue
 from samestep.pipeline.schedule import find_held, list_positions
 from samestep.pipeline.stages import StagedModel, give_up, list_tensors, move
 from samestep.snapshot.async_copy import Place, locate
-from samestep.snapshot.serialization import SavedState
 from samestep.train.context import RunContext
-from samestep.train.divided_state import DividedOptimizers, shard_as
-from samestep.train.objects import Objects, refuse_shared_memory, save_module, strip_compiled
+from samestep.train.divided_state import DividedOptimizers
+from samestep.train.objects import Objects, refuse_shared_memory, strip_compiled
 from samestep.train.sharded_init import ShardedInit
 from samestep.world.group import Group
 
@@ -151,13 +149,3 @@ class StagedState(DividedOptimizers):
                 for name in saved[1:]:
                     of_model[name] = of_model[saved[0]]
         return states
-
-    def select(self, saved: SavedState) -> dict[str, Any]:
-        """Return the objects' states in a snapshot, without those of other ranks' stages."""
-        objects = super().select(saved)
-        for name, module in self._objects.modules.items():
-            now = save_module(module)
-            objects[name] = copy(objects[name])  # with the versions of the modules
-            for key, value in objects[name].items():
-                objects[name][key] = shard_as(now.get(key), value)
-        return objects

@@ -200,9 +200,6 @@ class WorkerStates:
                 code="SS615",
             )
 
-    def check_living(self) -> None:
-        """No rank of such a run continues after the death of another one."""
-
     def _exchange_outlines(self) -> list[dict[str, Any]]:
         """Return the workers' states of each rank. Tensors of other ranks are on the meta device."""
         own = self.state_dict()
