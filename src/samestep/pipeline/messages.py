@@ -2,9 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +11,6 @@ from torch import Tensor
 from samestep.errors import InvalidType, PeerFailed, UsageError
 from samestep.world.group import Group
 from samestep.world.process_group import Transfer
-
-T = TypeVar("T")
 
 MAX_UNDER_WAY = 2  # messages to one rank, so that a rank that is far ahead does not fill the memory
 DTYPES = (
@@ -28,12 +25,13 @@ class Messages:
     Other ranks are named by their positions. If one is gone, methods that send or receive raise PeerFailed.
 
     Attributes:
+        group: all ranks of all pipelines.
         position: of this rank in its pipeline. It stays when ranks die.
         waited_s: seconds in which this rank has waited for tensors.
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self.group = group
         self.position = group.rank % group.ranks_per_replica
         self.waited_s = 0.0
         self.begin()
@@ -46,7 +44,7 @@ class Messages:
         self._sent: dict[tuple[torch.Size, ...], list[int]] = {}
 
     def _find_rank(self, position: int) -> int:
-        return self._group.rank - self.position + position
+        return self.group.rank - self.position + position
 
     @contextmanager
     def _noticing_loss(self) -> Iterator[None]:
@@ -61,18 +59,18 @@ class Messages:
         under_way = self._under_way.setdefault(target, deque())
         with self._noticing_loss():
             if len(under_way) == MAX_UNDER_WAY:
-                self._group.wait_for(under_way.popleft())
+                self.group.wait_for(under_way.popleft())
             rank = self._find_rank(target)
-            under_way.append([self._group.begin_send(each, rank) for each in tensors if each.numel()])
+            under_way.append([self.group.begin_send(each, rank) for each in tensors if each.numel()])
 
     def receive(self, outlines: Sequence[Tensor], source: int) -> list[Tensor]:
         """Return the next tensors from a rank, which are like these."""
         tensors = [torch.empty(each.shape, dtype=each.dtype) for each in outlines]
         began_s = time.monotonic()
         with self._noticing_loss():
-            self._group.receive(tensors, self._find_rank(source))
+            self.group.receive(tensors, self._find_rank(source))
         self.waited_s += time.monotonic() - began_s
-        return [each.to(self._group.device) for each in tensors]
+        return [each.to(self.group.device) for each in tensors]
 
     def send_on(self, tensors: Sequence[Tensor], target: int) -> None:
         """Send the tensors that cross a cut. The next rank knows their shapes, and learns their dtypes.
@@ -117,16 +115,12 @@ class Messages:
         (is_there,) = self.receive([torch.empty(1, dtype=torch.bool)], source)
         return self.receive([outline], source)[0] if is_there else None
 
-    def complete(self, collective: Callable[[], T]) -> T:
-        """Call a function that exchanges messages, on all ranks of all pipelines. See `Group.complete`."""
-        return self._group.complete(collective)
-
     def finish(self) -> None:
         """Wait until all messages have been sent."""
         with self._noticing_loss():
             for under_way in self._under_way.values():
                 while under_way:
-                    self._group.wait_for(under_way.popleft())
+                    self.group.wait_for(under_way.popleft())
 
 
 def _number(tensor: Tensor) -> int:

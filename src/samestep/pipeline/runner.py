@@ -117,13 +117,6 @@ class Pipeline:
         """Seconds in which this rank has waited for others."""
         return self._messages.waited_s
 
-    def _begin(self) -> None:
-        """If other ranks form the pipeline since one has died, forget what the ones before knew."""
-        if self._generation != self._group.generation:
-            self._generation = self._group.generation
-            self._checked.clear()
-            self._messages.begin()
-
     def run_pass(
         self, micro_batches: Sequence[int], forward: Callable[[int], None], backward: Callable[[int], None]
     ) -> None:
@@ -132,7 +125,6 @@ class Pipeline:
         Raises:
             PeerFailed: another rank is gone.
         """
-        self._begin()
         self._waiting.clear()  # of a pass that has failed
         drop_grads(self.tied.weights)
         for kind, v in build_schedule(self._position, self._num_ranks, micro_batches):
@@ -151,8 +143,13 @@ class Pipeline:
     def rehearse(self, function: Callable[[Any], Any], batch: Any, seed: Callable[..., int]) -> None:
         """Before the first micro-batch with gradients, and the first one without, run the model to check it.
 
-        Nothing of it is kept: while it is checked, some modules of torch compute in another way.
+        Nothing of it is kept: while it is checked, some modules of torch compute in another way. If other ranks form
+        the pipeline since one has died, what the ones before knew is forgotten.
         """
+        if self._generation != self._group.generation:
+            self._generation = self._group.generation
+            self._checked.clear()
+            self._messages.begin()
         if torch.is_grad_enabled() in self._checked:
             return
         self._checked.add(torch.is_grad_enabled())
@@ -179,7 +176,6 @@ class Pipeline:
             UsageError: the function, or the model, does what a pipeline does not support.
             PeerFailed: another rank is gone.
         """
-        self._begin()
         self.rehearse(function, batch, seed)
         return self._run(function, batch, seed)[1]
 
@@ -238,8 +234,7 @@ class Pipeline:
                 code="SS224",
             )
 
-    def _name_cut(self, stage: int, staged: StagedModel | None = None) -> str:
-        staged = staged or self._staged
+    def _name_cut(self, stage: int, staged: StagedModel) -> str:
         return f"{staged.name}.{[*staged.cuts][stage - 1]}"
 
     # --- forward ----------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class TiedWeights:
         """Add the gradients of the stages, in their order, on each rank that has one of them. On all ranks."""
         if not self._leaves:
             return
-        for weight, total in self._messages.complete(self._add).items():
+        for weight, total in self._messages.group.complete(self._add).items():
             weight.grad = total
             drop_grads([*self._leaves[weight].values()])
 
