@@ -358,6 +358,13 @@ class RunContext:
         return build_layout(num_micro_batches, self.group.num_replicas, self.config.shard == "fsdp2", leaf_size)
 
 
+def refuse_beside(option: str, others: Mapping[str, bool], *, code: str) -> None:
+    """Raise InvalidValue if one of `others` is in use, which an option does not support. `others`: whether it is."""
+    for name, is_used in others.items():
+        if is_used:
+            raise InvalidValue(f"{name} is not available with {option}: leave one of them out", code=code)
+
+
 def build_config(environment: Environment, *, is_trial: bool, **arguments: Any) -> RunConfig:
     """Return the options of a run: the script's arguments, replaced by the options that were set outside the script.
 

@@ -28,7 +28,7 @@ from samestep.snapshot.location import Location
 from samestep.snapshot.run_record import OVERRIDE, ResumePoint, StartOptions, describe_changes
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.store import Store
-from samestep.train.context import RunContext
+from samestep.train.context import RunContext, refuse_beside
 from samestep.train.divided_state import Blocks, DividedOptimizers, ShardedState, shard_as
 from samestep.train.guards import Call, MisuseChecks, ReplicaChecks, wait_for_call
 from samestep.train.interception import Interceptor
@@ -285,13 +285,15 @@ def prepare_objects(
     elif shard == "optimizer":
         divided = DividedOptimizers(objects, group, Ownership(group, config.shard_copies))
     elif shard == "fsdp2":
-        refused = {
-            **{each.called: True for each in interceptors if not each.permits_fsdp2},
-            'device_map="keep"': device_map is not None,
-            'backend="gloo" on a GPU': group.needs_staging(context.device),  # FSDP2 passes it tensors on the GPU
-        }
-        if name := next((each for each, is_there in refused.items() if is_there), ""):
-            raise InvalidValue(f'{name} is not available with shard="fsdp2": leave one of them out', code="SS608")
+        refuse_beside(
+            'shard="fsdp2"',
+            {
+                **{each.called: True for each in interceptors if not each.permits_fsdp2},
+                'device_map="keep"': device_map is not None,
+                'backend="gloo" on a GPU': group.needs_staging(context.device),  # FSDP2 passes it tensors on the GPU
+            },
+            code="SS608",
+        )
         divided = ShardedState(objects, shard_blocks, group, sharded_init)
     if saved is not None:
         read = _read(saved, divided)

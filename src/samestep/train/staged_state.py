@@ -11,7 +11,7 @@ from samestep.errors import InvalidValue
 from samestep.pipeline.schedule import find_held, list_positions
 from samestep.pipeline.stages import StagedModel, give_up, list_tensors, move
 from samestep.snapshot.async_copy import Place, locate
-from samestep.train.context import RunContext
+from samestep.train.context import RunContext, refuse_beside
 from samestep.train.divided_state import DividedOptimizers
 from samestep.train.objects import Objects, refuse_shared_memory, strip_compiled
 from samestep.train.sharded_init import ShardedInit
@@ -39,14 +39,16 @@ def cut_models(
                 code="SS104",
             )
         return []
-    refused = {
-        'shard="fsdp2"': config.shard == "fsdp2",
-        f"shard_copies={config.shard_copies}": config.shard is not None and config.shard_copies > 1,
-        "check_compute_every": config.check_compute_every is not None,
-        'device_map="keep"': keeps_devices,
-    }
-    if name := next((each for each, is_there in refused.items() if is_there), ""):
-        raise InvalidValue(f"{name} is not available with pipeline: leave one of them out", code="SS614")
+    refuse_beside(
+        "pipeline",
+        {
+            'shard="fsdp2"': config.shard == "fsdp2",
+            f"shard_copies={config.shard_copies}": config.shard is not None and config.shard_copies > 1,
+            "check_compute_every": config.check_compute_every is not None,
+            'device_map="keep"': keeps_devices,
+        },
+        code="SS614",
+    )
     averages = {name: each for name, each in objects.modules.items() if isinstance(each, AveragedModel)}
     models = {name: each for name, each in objects.modules.items() if name not in averages}
     if len(models) != 1:

@@ -21,7 +21,7 @@ from samestep.plan.tree import build_layout
 from samestep.snapshot.async_copy import Share, locate
 from samestep.snapshot.serialization import SavedState
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.context import RunContext
+from samestep.train.context import RunContext, refuse_beside
 from samestep.train.divided_state import outline_states
 from samestep.train.objects import GROUPS, STATE, Objects, list_params
 from samestep.train.step import Step, StepObserver
@@ -239,13 +239,15 @@ def open_workers(objects: Objects, context: RunContext) -> WorkerStates | None:
         )
     if config.workers is None or config.inner_steps is None:
         return None
-    refused = {
-        f'shard="{config.shard}"': config.shard is not None,
-        "pipeline": config.pipeline is not None,
-        'precision="fp16"': config.precision == "fp16",
-        "check_compute_every": config.check_compute_every is not None,
-        "LBFGS": isinstance(inner, torch.optim.LBFGS),
-    }
-    if name := next((each for each, is_there in refused.items() if is_there), ""):
-        raise InvalidValue(f"{name} is not available with workers: leave one of them out", code="SS615")
+    refuse_beside(
+        "workers",
+        {
+            f'shard="{config.shard}"': config.shard is not None,
+            "pipeline": config.pipeline is not None,
+            'precision="fp16"': config.precision == "fp16",
+            "check_compute_every": config.check_compute_every is not None,
+            "LBFGS": isinstance(inner, torch.optim.LBFGS),
+        },
+        code="SS615",
+    )
     return WorkerStates(objects, context.group, config.workers, config.inner_steps)
