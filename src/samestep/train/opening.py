@@ -134,7 +134,7 @@ def _build_observers(data: LoopData, context: RunContext, prepared: Prepared, se
         interceptor.begin_loop(parts)
     divided = prepared.divided
     first: list[StepObserver] = []
-    if prepared.changes_inside:
+    if prepared.gradients.workers is not None:
         first.append(CompleteSnapshots(services.snapshotter))
     if (
         isinstance(divided, DividedOptimizers)

@@ -196,7 +196,6 @@ class Prepared:
         order: the number of each parameter in the models, by id.
         interceptors: change what the run does.
         runner: runs the functions of micro-batches in another way than by calling them; None: none does.
-        changes_inside: whether a pass over a step changes parameters, so that no snapshot can be copied meanwhile.
     """
 
     objects: Objects
@@ -213,7 +212,6 @@ class Prepared:
     order: Mapping[int, int]
     interceptors: Sequence[Interceptor]
     runner: PassRunner | None
-    changes_inside: bool
 
     def sort(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Sort parameters as in the models: the script's order, such as of a set, may decide no bits.
@@ -331,7 +329,6 @@ def prepare_objects(
         order={id(param): number for number, param in enumerate(objects.name_params().values())},
         interceptors=interceptors,
         runner=runner,
-        changes_inside=workers is not None,
     )
 
 
