@@ -83,7 +83,7 @@ class Ranks:
 
     def run(self, n: int, uses: Callable[[int], tuple[int, ...]] = lambda v: ALL) -> list[bytes | None]:
         """One pass. Returns the gradients' bytes."""
-        attempt = PassAttempt(self.gradients, 0, [1] * n, 0)
+        attempt = PassAttempt(self.gradients, 0, [1] * n, 0, build_layout(n, self.group.world_size))
         self.compute(attempt, uses)
         attempt.apply(attempt.exchange(Vote(), [0] * len(attempt.held)))
         return [None if param.grad is None else param.grad.numpy().tobytes() for param in self.params]
@@ -186,7 +186,7 @@ def release_after_a_failure() -> tuple[bool, int]:
     """Returns whether the exchange failed in the backward, and the number of connections that are open at the end."""
     routes.GATHER_MAX_BYTES = 0
     ranks = Ranks()
-    attempt = PassAttempt(ranks.gradients, 0, [1] * 4, 0)
+    attempt = PassAttempt(ranks.gradients, 0, [1] * 4, 0, build_layout(4, ranks.group.world_size))
     gc.disable()  # it would end what a cycle of references holds, at some time
     break_gloo_connections()
     ranks.compute(attempt)

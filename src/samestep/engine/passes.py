@@ -33,7 +33,7 @@ from samestep.engine.sharded_unit import ShardedModels
 from samestep.engine.tree_sum import TreeSum
 from samestep.engine.worker_sum import WorkerSum, WorkerUpdates
 from samestep.errors import Error, InvalidValue, UsageError
-from samestep.plan.tree import build_layout
+from samestep.plan.tree import Layout
 from samestep.torch_internals import get_total_norm, shard_like
 from samestep.world.group import Group
 
@@ -242,6 +242,7 @@ class PassAttempt:
         step: number of the step, for messages.
         sizes: number of samples of each micro-batch of the step.
         number: number of the pass over this step.
+        layout: how the ranks share the micro-batches.
 
     Attributes:
         held: this rank's micro-batches.
@@ -250,7 +251,7 @@ class PassAttempt:
         failure: to raise if a backward pass has failed, and the script has caught the error.
     """
 
-    def __init__(self, gradients: Gradients, step: int, sizes: Sequence[int], number: int) -> None:
+    def __init__(self, gradients: Gradients, step: int, sizes: Sequence[int], number: int, layout: Layout) -> None:
         group = gradients.group
         rank = group.replica
         plan = gradients.plan
@@ -261,8 +262,6 @@ class PassAttempt:
                 "the step with workers",
                 code="SS615",
             )
-        leaf_size = 1 if workers is None else len(sizes) // workers.count
-        layout = build_layout(len(sizes), group.num_replicas, plan.models is not None, leaf_size)
         self.held = layout.ranges[rank]
         self.fillers = layout.fillers[rank]
         self._gradients = gradients

@@ -524,7 +524,8 @@ class Step:
         if self._attempt is not None:  # it has failed
             self.borrowed = []
             self._load_again()
-        self._attempt = PassAttempt(self._parts.gradients, self.number, self.sizes, self.num_passes)
+        layout = self._parts.context.divide_step(len(self.sizes))
+        self._attempt = PassAttempt(self._parts.gradients, self.number, self.sizes, self.num_passes, layout)
         self._num_ranks = self._parts.context.group.world_size
         self.held = self._attempt.held
         return self._attempt
