@@ -63,7 +63,6 @@ class _Buffer:
         self.leader = self
         self._is_uncounted = False  # its version does not count all changes
         self.hold()
-        self._is_elsewhere = self.tensor.is_meta
 
     def _read(self) -> Tensor:
         tensor = self._held_by.get(self._name)
@@ -85,7 +84,7 @@ class _Buffer:
         Args:
             compares: whether to compare the values, too.
         """
-        if self._is_elsewhere:
+        if self.tensor.is_meta:
             return False
         if self._held_by.get(self._name) is not self.tensor or read_version(self.tensor) != self._version:
             return True
