@@ -147,7 +147,7 @@ class ControlFormat:
         size_bytes: size of one block, a multiple of 64.
     """
 
-    def __init__(self, layout: Layout, num_params: int, num_buffers: int = 0, num_names: int = 0) -> None:
+    def __init__(self, layout: Layout, num_params: int, num_buffers: int, num_names: int) -> None:
         self._head = Struct(f"<q?BQQQ?{num_params}s{BUFFER_BYTES * num_buffers}sQ")
         self._report = Struct(f"<Q{2 + 2 * num_names}d")
         num_bytes = self._head.size + max(map(len, layout.ranges)) * self._report.size

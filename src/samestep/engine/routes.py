@@ -369,7 +369,7 @@ def pass_along_ring(
 Counts = tuple[Sequence[int], Sequence[int]]
 
 
-def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any, counts: Counts | None = None) -> Transfer:
+def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any, counts: Counts | None) -> Transfer:
     """Begin to send chunks to all ranks, and to receive theirs into `rows`. Both are in the order of the ranks.
 
     Args:

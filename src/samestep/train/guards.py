@@ -55,11 +55,11 @@ class MisuseChecks(StepObserver):
 
     Args:
         optimizers: those of the run.
-        inner: the one that updates inside the micro-batch loop, which is not checked.
+        inner: the one that updates inside the micro-batch loop, which is not checked; None: there is none.
     """
 
     def __init__(
-        self, objects: Objects, optimizers: Iterable[Optimizer], context: RunContext, inner: Optimizer | None = None
+        self, objects: Objects, optimizers: Iterable[Optimizer], context: RunContext, inner: Optimizer | None
     ) -> None:
         self._objects = objects
         self._inner = inner
