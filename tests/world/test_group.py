@@ -5,6 +5,7 @@ by sockets between the ranks of one host.
 import errno
 import os
 import pickle
+import re
 import socket
 import threading
 import time
@@ -28,10 +29,10 @@ from samestep.snapshot.mirror import Unreachable
 from samestep.torch_internals import list_gloo_sockets
 from samestep.world import host, process_group, transport
 from samestep.world.environment import Environment, read_environment
-from samestep.world.group import Group, find_ranks, may_be_death, open_group
+from samestep.world.group import Group, find_ranks, open_group
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
-from samestep.world.process_group import Waiter, choose_device, wait_for_messages
+from samestep.world.process_group import Waiter, choose_device, communicate, wait_for_messages
 from samestep.world.signed import seal, unseal
 
 CPU = torch.device("cpu")
@@ -197,12 +198,11 @@ def test_devices(
 
 
 @pytest.mark.parametrize(
-    ("error", "may_be"),
+    ("error", "is_of_peer"),
     [
         (RuntimeError("Connection closed by peer"), True),  # as gloo says it
         (dist.DistBackendError("NCCL error"), True),
         (PeerFailed("rank 1 has closed its connection"), True),
-        (NotHealed("the others do not continue"), False),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), False),
@@ -210,9 +210,27 @@ def test_devices(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_what_may_be_the_death_of_another_rank(error: RuntimeError, may_be: bool) -> None:
+def test_which_errors_mean_that_another_rank_is_gone(error: RuntimeError, is_of_peer: bool) -> None:
     """The others would continue without a rank that has an error of its own, and this rank would wait forever."""
-    assert may_be_death(error) == may_be
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match=re.escape(str(error))) as caught:
+        communicate(fail)
+    assert isinstance(caught.value, PeerFailed) == is_of_peer
+
+
+def test_a_state_that_cannot_be_healed_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that are left would wait for a death that no launcher names."""
+    group = Group(0, 1, CPU)
+    monkeypatch.setattr(Group, "can_heal", True)
+
+    def fail() -> None:
+        raise NotHealed("a part of the state is lost")
+
+    with pytest.raises(NotHealed):
+        group.complete(fail)
 
 
 def test_a_forked_child_keeps_no_connection_open() -> None:

@@ -233,7 +233,7 @@ class Buffers:
             packed: the result of `pack` on each rank.
 
         Raises:
-            RuntimeError: another rank is gone.
+            PeerFailed: another rank is gone.
         """
         counts = np.frombuffer(b"".join(packed), np.uint32).reshape(len(packed), -1).sum(axis=0).tolist()
         changed = [k for k, count in enumerate(counts) if count]

@@ -302,7 +302,7 @@ class Exchange:
             control: this rank's control block.
 
         Raises:
-            RuntimeError: another rank is gone.
+            PeerFailed: another rank is gone.
         """
         if self._failure is not None:
             raise self._pop_failure()

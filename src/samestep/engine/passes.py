@@ -354,7 +354,7 @@ class PassAttempt:
 
         Raises:
             InvalidValue: a weight is out of range.
-            RuntimeError: another rank is gone.
+            PeerFailed: another rank is gone.
         """
         gradients = self._gradients
         buffers = gradients.buffers

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.plan.tree import Layout
 from samestep.world.local_sockets import LocalSockets
-from samestep.world.process_group import Transfer, wait_for_messages
+from samestep.world.process_group import Transfer, communicate, wait_for_messages
 from samestep.world.transport import plan_gather
 
 Messages = Iterator[Sequence[Transfer]]
@@ -118,7 +118,9 @@ class AllGather(Route):
         if self._sockets is None and not self._rows.is_cuda:
             rows, rank, peers = self._rows, self.space.rank, self.space.peers
             self._receives = _list_works(
-                dist.irecv(rows[distance : distance + num_rows], peers[(rank + distance) % len(rows)], tag=tag)
+                communicate(
+                    dist.irecv, rows[distance : distance + num_rows], peers[(rank + distance) % len(rows)], tag=tag
+                )
                 for distance, num_rows in plan_gather(len(rows))
             )
 
@@ -127,13 +129,13 @@ class AllGather(Route):
         if self._sockets is not None:
             self._sockets.exchange([memoryview(row.numpy()) for row in self._of_ranks])
         elif rows.is_cuda:
-            dist.all_gather_into_tensor(rows.view(-1), rows[rank])
+            communicate(dist.all_gather_into_tensor, rows.view(-1), rows[rank])
         else:
             if not self._receives:
                 self.expect(tag)
             receives, self._receives = self._receives, []
             for (distance, num_rows), receive in zip(plan_gather(len(rows)), receives, strict=True):
-                send = dist.isend(rows[:num_rows], peers[(rank - distance) % len(rows)], tag=tag)
+                send = communicate(dist.isend, rows[:num_rows], peers[(rank - distance) % len(rows)], tag=tag)
                 yield _list_works([receive, send])
         add_parts(self._slots, self.space.layout)
 
@@ -316,10 +318,10 @@ def _exchange(
     if any(tensor.is_cuda for tensor, _ in (*sends, *receives)):
         ops = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
         ops += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
-        return dist.batch_isend_irecv(ops)
+        return communicate(dist.batch_isend_irecv, ops)
     # batch_isend_irecv works on gloo as well, but doubles the cost of a small message.
-    works = [dist.irecv(tensor, peer, tag=tag) for tensor, peer in receives]
-    works += [dist.isend(tensor, peer, tag=tag) for tensor, peer in sends]
+    works = [communicate(dist.irecv, tensor, peer, tag=tag) for tensor, peer in receives]
+    works += [communicate(dist.isend, tensor, peer, tag=tag) for tensor, peer in sends]
     return _list_works(works)
 
 
@@ -356,12 +358,12 @@ def pass_along_ring(
     last = (rank + 1) % world_size  # whose bytes come last: it needs no others from here
     following, previous = peers[last], peers[(rank - 1) % world_size]
     sources = [source for distance in range(1, world_size) if data[source := (rank - distance) % world_size].numel()]
-    receives = _list_works(dist.irecv(data[source], previous) for source in sources)
-    sends = _list_works([dist.isend(data[rank], following)] if data[rank].numel() else [])
+    receives = _list_works(communicate(dist.irecv, data[source], previous) for source in sources)
+    sends = _list_works([communicate(dist.isend, data[rank], following)] if data[rank].numel() else [])
     for source, receive in zip(sources, receives, strict=True):
         wait([receive])
         if source != last:
-            sends += _list_works([dist.isend(data[source], following)])
+            sends += _list_works([communicate(dist.isend, data[source], following)])
         yield source
     wait(sends)
 
@@ -377,9 +379,8 @@ def start_all_to_all(rows: Tensor, chunks: Tensor, process_group: Any, counts: C
     """
     received, sent = (each.view(-1).view(torch.uint8) for each in (rows, chunks))  # not all backends know all dtypes
     to_receive, to_send = counts or (None, None)
-    work: Transfer = dist.all_to_all_single(
-        received, sent, _split(received, to_receive), _split(sent, to_send), group=process_group, async_op=True
-    )
+    sizes = _split(received, to_receive), _split(sent, to_send)
+    work: Transfer = communicate(dist.all_to_all_single, received, sent, *sizes, group=process_group, async_op=True)
     return work
 
 
@@ -393,7 +394,7 @@ def _split(data: Tensor, counts: Sequence[int] | None) -> list[int] | None:
 
 def _wait(works: Sequence[Transfer]) -> None:
     for work in works:
-        work.wait()
+        communicate(work.wait)
 
 
 class PendingOp:

@@ -50,9 +50,9 @@ class Messages:
     def _noticing_loss(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except PeerFailed:
             self._under_way.clear()  # what is under way keeps connections to the other ranks open
-            raise PeerFailed(str(error)) from None
+            raise
 
     def send(self, tensors: Sequence[Tensor], target: int) -> None:
         """Begin to send tensors, whose shapes and dtypes the other rank knows."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.data.loader import Loader, locate_error, seed_all, to_device
 from samestep.data.spec import DataSpec, read_data_arguments
 from samestep.engine.control import average_weighted, read_later
-from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed
+from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.loop_plan import Task
 from samestep.plan.order import derive
 from samestep.plan.tree import Layout, Span, check_positive
@@ -25,24 +25,7 @@ from samestep.train.prepared import Prepared
 from samestep.train.stopping import Services
 from samestep.world.transport import attempt, read_outcomes
 
-T = TypeVar("T")
 Row = dict[str, Any]  # name -> list, or (value, weight)
-
-
-class _ScriptError(Exception):
-    """Wraps a RuntimeError that does not mean that another rank is gone."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self.error = error
-
-
-def _isolate(compute: Callable[[], T]) -> T:
-    try:
-        return compute()
-    except PeerFailed:
-        raise
-    except RuntimeError as error:
-        raise _ScriptError(error) from error
 
 
 class PerMicroBatch(NamedTuple):
@@ -99,17 +82,11 @@ class Evaluator:
             layout = self.context.build_layout(len(spans))
             compute = partial(self._score, score, spec, spans, layout)
             # The script may catch an exception, so the other ranks must not wait for this one.
-            failure, outcome = (None, ("value", _isolate(compute))) if self._waits_inside else attempt(compute)
+            failure, outcome = (None, ("value", compute())) if self._waits_inside else attempt(compute)
             self.services.watchdog.enter("reducing", steps_done)
             return layout, failure, group.gather((outcome, self.services.stopping.cast_vote()))
 
-        error: RuntimeError | None = None
-        try:
-            layout, failure, gathered = group.complete(score_all)
-        except _ScriptError as wrapper:
-            error = wrapper.error
-        if error is not None:
-            raise error
+        layout, failure, gathered = group.complete(score_all)
         # A validation can be long: react to a signal before the next step.
         self.services.stopping.take_votes([vote for _, vote in gathered])
         self.services.watchdog.enter("script", steps_done)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.console import saying_when_slow
-from samestep.errors import InvalidValue, LeftOver, NotHealed, PeerFailed, is_out_of_memory
+from samestep.errors import InvalidValue, LeftOver, NotHealed, PeerFailed
 from samestep.files import read_bytes
 from samestep.hashing import hash_bytes
 from samestep.processes import Held, hold
@@ -50,6 +50,7 @@ from samestep.world.process_group import (
     NCCL,
     Waiter,
     close_group,
+    communicate,
     connect_to_store,
     has_group,
     join_process_group,
@@ -64,16 +65,6 @@ T = TypeVar("T")
 PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it waits
 
 _run_numbers = count()  # of this process
-
-
-def may_be_death(error: RuntimeError) -> bool:
-    """Return whether an exchange may have raised this because another rank has died.
-
-    gloo raises plain RuntimeErrors. Errors of other classes, such as those of a GPU, are of this rank.
-    """
-    if isinstance(error, NotHealed) or is_out_of_memory(error):
-        return False
-    return type(error) is RuntimeError or isinstance(error, (PeerFailed, dist.DistError))
 
 
 class Group(Transport, Held):
@@ -192,9 +183,9 @@ class Group(Transport, Held):
                 completed.append(collective())
             self._confirm(membership, on_device=on_device)
             return completed
-        except RuntimeError as error:
-            if not may_be_death(error):
-                raise
+        except NotHealed:
+            raise
+        except PeerFailed as error:
             reason = str(error)
         release()
         return completed if self._heal(membership, reason) else []
@@ -209,9 +200,9 @@ class Group(Transport, Held):
             self._are_together = False
 
     def _confirm(self, membership: Membership, *, on_device: bool) -> None:
-        """Return when the collective before this call is complete on all ranks. Raises RuntimeError if one has died."""
+        """Return when the collective before this call is complete on all ranks. Raises PeerFailed if one has died."""
         if on_device and self._uses_nccl:
-            torch.cuda.current_stream(self.device).synchronize()
+            communicate(torch.cuda.current_stream(self.device).synchronize)
             membership.check_connected()
         self._gather_number_now(1)
         membership.complete()

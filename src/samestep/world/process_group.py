@@ -3,21 +3,23 @@
 import json
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from samestep.console import say
-from samestep.errors import Error, InvalidValue, PeerFailed
+from samestep.errors import Error, InvalidValue, PeerFailed, is_out_of_memory
 from samestep.processes import wait_until
 from samestep.torch_internals import list_gloo_sockets, reset_group_names, set_timeout
 from samestep.world.environment import Environment, has_agent_store, read_master, read_rank, read_restarts
+
+T = TypeVar("T")
 
 NCCL = "cpu:gloo,cuda:nccl"  # a backend
 JOIN_S = 1800.0  # limit for all ranks to join: a shared file system can take long to import torch
@@ -147,10 +149,26 @@ class Transfer(Protocol):
         """Wait until it is complete."""
 
 
+def communicate(call: Callable[..., T], *args: Any, **settings: Any) -> T:
+    """Call a function of torch that needs the other ranks.
+
+    If one is gone, gloo raises a plain RuntimeError. Errors of other classes, such as those of a GPU, are of this rank.
+
+    Raises:
+        PeerFailed: another rank is gone.
+    """
+    try:
+        return call(*args, **settings)
+    except RuntimeError as error:
+        if is_out_of_memory(error) or not (type(error) is RuntimeError or isinstance(error, dist.DistError)):
+            raise
+        raise PeerFailed(str(error)) from None
+
+
 def wait_for_messages(messages: Sequence[Transfer]) -> None:
-    """Wait for messages of gloo. Their own limit is the one with which the group was opened."""
+    """Wait for messages of gloo. Their own limit is the one with which the group was opened. Raises PeerFailed."""
     for message in messages:
-        message.wait(NO_LIMIT)
+        communicate(message.wait, NO_LIMIT)
 
 
 class Waiter:
@@ -169,8 +187,7 @@ class Waiter:
         """Wait for messages.
 
         Raises:
-            RuntimeError: another rank is gone.
-            PeerFailed: `give_up` was called, before or meanwhile.
+            PeerFailed: another rank is gone, or `give_up` was called, before or meanwhile.
         """
         self._requests.put(messages)
         error = self._results.get()

@@ -12,7 +12,7 @@ from samestep.hashing import hash_chunks, view_bytes
 from samestep.world.environment import read_host
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
-from samestep.world.process_group import Transfer, Waiter, has_group, wait_for_messages
+from samestep.world.process_group import Transfer, Waiter, communicate, has_group, wait_for_messages
 from samestep.world.signed import Unsendable, seal, unseal
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Transport:
         """Wait for messages. If a rank has died, the beginning of one does not end the wait.
 
         Raises:
-            RuntimeError: another rank is gone.
+            PeerFailed: another rank is gone.
         """
         if self.waiter is not None:  # also for small ones: see docs/dev/healing.md
             self.waiter.wait(messages)
@@ -191,7 +191,7 @@ class Transport:
         if self.world_size == 1:
             return data
         size = torch.tensor(len(data))
-        dist.broadcast(size, source)
+        communicate(dist.broadcast, size, source)
         buffer = torch.frombuffer(bytearray(data if self.rank == source else int(size)), dtype=torch.uint8)
         self._broadcast_tensor(buffer, source)
         return buffer.numpy().tobytes()
@@ -252,7 +252,7 @@ class Transport:
     def _broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite a contiguous tensor with that of rank `source`. With healing, a rank can give up waiting for it."""
         if self.waiter is None or tensor.nbytes < LARGE_BYTES:
-            dist.broadcast(tensor, source)
+            communicate(dist.broadcast, tensor, source)
             return
         position = (self.rank - source) % self.world_size  # in a binary tree, whose root is the source
         if position:
@@ -283,7 +283,7 @@ class Transport:
 
     def _barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier()
+            communicate(dist.barrier)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -320,7 +320,7 @@ def plan_gather(world_size: int) -> list[tuple[int, int]]:
 
 def _begin(transfer: Callable[..., Any], tensor: torch.Tensor, rank: int) -> Transfer:
     """Begin `dist.isend` or `dist.irecv` of a tensor in host memory to or from another rank."""
-    return transfer(tensor, rank, tag=TAG)  # type: ignore[no-any-return]
+    return communicate(transfer, tensor, rank, tag=TAG)  # type: ignore[no-any-return]
 
 
 def attempt(fn: Callable[[], Any]) -> tuple[BaseException | None, tuple[str, Any]]:
