@@ -331,7 +331,7 @@ def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
     ring = [(node, (node + 1) % len(leaders)) for node in range(len(leaders))]
     own = []
     for ends in dict.fromkeys([*ring, *((b, a) for a, b in ring)]):
-        group.barrier()
+        group.gather_number(0)  # waits for all ranks, so that one link is measured at a time
         sender, receiver = map(context.participants.name_node, ends)
         context.doing = f"sending from {sender} to {receiver}"
         start, end = (leaders[node] for node in ends)

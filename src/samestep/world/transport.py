@@ -281,14 +281,6 @@ class Transport:
         """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""
         return device.type == "cuda" and dist.is_initialized() and "nccl" not in dist.get_backend_config()
 
-    def _barrier(self) -> None:
-        if self.world_size > 1:
-            communicate(dist.barrier)
-
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self.complete(self._barrier)
-
     def check_process_group(self) -> None:
         """Raise Error if the script has created a process group of other ranks since this was opened."""
         if has_group() and dist.get_world_size() != self.world_size:
