@@ -173,7 +173,7 @@ class Launch:
 
     Attributes:
         num_ranks: number of ranks on this machine.
-        received: the signals that this process has received so far.
+        received: the signals that this process has received, and the agent has not reported yet.
         heals: whether the other ranks continue if one dies.
         variables: more environment variables for the ranks.
         shows_all: whether the output of all ranks goes to the terminal, not only that of rank 0.
@@ -183,7 +183,7 @@ class Launch:
     target: Target
     num_ranks: int
     overrides: Overrides
-    received: Sequence[int]
+    received: list[int]
     nodes: Nodes = field(default_factory=Nodes)
     max_restarts: int = 0
     heals: bool = False
@@ -252,7 +252,6 @@ class Agent:
         self.launch = launch
         self._directory = ""  # temporary, of the present start
         self._pids: dict[int, int] = {}  # of the ranks that run
-        self._num_signals = 0
 
     def describe(self) -> Joined:
         """Describe this node to the supervisor."""
@@ -266,9 +265,8 @@ class Agent:
     def poll(self) -> list[Event]:
         """Return what has happened since the last call, waiting for a moment."""
         events = self._poll_server()
-        received = self.launch.received
-        events += [Signalled(signum) for signum in received[self._num_signals :]]
-        self._num_signals = len(received)
+        while self.launch.received:
+            events.append(Signalled(self.launch.received.pop(0)))
         return events
 
     def _poll_server(self) -> list[Event]:
