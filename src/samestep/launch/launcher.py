@@ -508,18 +508,17 @@ def _follow(agent: Agent, link: Link) -> Finish:
     """Run the agent of a node without the supervisor."""
     nodes = agent.launch.nodes
     link.send(0, agent.describe())
-    deadline_s = time.monotonic() + nodes.timeout_s
+    received = agent.launch.received
     with saying_when_slow(f"waiting for up to {nodes.timeout_s:.0f} s for the launcher at {nodes.endpoint}", SAY_S):
-        while not (link.sees(0) or agent.launch.received):
-            if not link.is_alive() or time.monotonic() > deadline_s:
-                raise Error(
-                    f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s: start the launcher on that "
-                    f"machine too, with the same {SECRET}, and check that no firewall closes the port",
-                    code="SS507",
-                )
-            time.sleep(POLL_S)
-    if agent.launch.received:
-        return Finish(find_exit_code(Outcome.STOPPED, agent.launch.received[0]))
+        wait_until(lambda: link.sees(0) or received or not link.is_alive(), nodes.timeout_s, every_s=POLL_S)
+    if received:
+        return Finish(find_exit_code(Outcome.STOPPED, received[0]))
+    if not link.sees(0):
+        raise Error(
+            f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s: start the launcher on that machine too, "
+            f"with the same {SECRET}, and check that no firewall closes the port",
+            code="SS507",
+        )
     while agent.end is None:
         for event in agent.poll():
             link.send(0, event)
