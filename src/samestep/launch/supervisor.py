@@ -317,11 +317,10 @@ class Supervisor:
         if not is_needed or not can_continue:
             return
         self._name(left)
-        for rank in self._ranks:
-            if rank.state is RankState.FAILED and rank.failure is not None:
-                rank.state = RankState.OUTLIVED
-                if rank.failure.kind != "stuck":  # the reason to end such a rank was printed before
-                    self._tell(0, Print(f"{rank.failure.reason}{self._locate(rank.number)}"))
+        for failure in failed:
+            self._ranks[failure.rank].state = RankState.OUTLIVED
+            if failure.kind != "stuck":  # the reason to end such a rank was printed before
+                self._tell(0, Print(f"{failure.reason}{self._locate(failure.rank)}"))
 
     def _limit_waiting(self) -> None:
         """After a signal, ranks must not wait for long for one that has ended. The others may save for any time."""
