@@ -77,12 +77,15 @@ class Option:
             if text.lower() not in (*_TRUE, *_FALSE):
                 raise InvalidValue(f"{name} must be 1 or 0, not {text!r}", code="SS101")
             return text.lower() in _TRUE
-        if self.type is int:
-            try:
-                return int(text)
-            except ValueError:
-                raise InvalidValue(f"{name} must be a whole number, not {text!r}", code="SS101") from None
-        return text
+        return parse_whole(name, text) if self.type is int else text
+
+
+def parse_whole(name: str, text: str) -> int:
+    """Convert the text of an option or variable to an integer. Raises Error if it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidValue(f"{name} must be a whole number, not {text!r}", code="SS101") from None
 
 
 @dataclass(frozen=True)

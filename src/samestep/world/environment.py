@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from samestep.config import OPTIONS, PREFIX, Overrides, to_variables
+from samestep.config import OPTIONS, PREFIX, Overrides, parse_whole, to_variables
 from samestep.errors import Error, InvalidValue
 from samestep.hashing import hash_short
 from samestep.world.host import find_interface
@@ -195,13 +195,7 @@ def read_environment() -> Environment:
         variables[SRUN] = "1"
 
     def number(name: str, default: int) -> int:
-        text = variables.get(name)
-        if text is None:
-            return default
-        try:
-            return int(text)
-        except ValueError:
-            raise InvalidValue(f"{name} must be a whole number, not {text!r}", code="SS101") from None
+        return parse_whole(name, variables[name]) if name in variables else default
 
     rank = number("RANK", 0)
     world_size = number("WORLD_SIZE", 1)
