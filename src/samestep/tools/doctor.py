@@ -8,10 +8,8 @@ results of collectives are right, and which link between two nodes is slow.
 """
 
 import math
-import os
 import platform
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +30,7 @@ from samestep.cli import print_json
 from samestep.config import is_url
 from samestep.console import describe_ranks, format_bytes, print_result, show_activity
 from samestep.errors import Error
+from samestep.processes import leave_now
 from samestep.snapshot.copies import find_writers
 from samestep.torch_internals import set_timeout
 from samestep.version import __version__
@@ -472,8 +471,7 @@ def examine(
         )
     code = int(FAIL in statuses)
     if has_hung:
-        sys.stdout.flush()
-        os._exit(code)  # a thread that hangs in a collective would also block the end of the interpreter
+        leave_now(code)  # a thread that hangs in a collective would also block the end of the interpreter
     return code
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Subset
 
 from samestep.files import replace_file
 from samestep.hashing import find_leaves, hash_content
-from samestep.processes import Held, hold, wait_until
+from samestep.processes import Held, hold, leave_now, wait_until
 from samestep.tools.verify.plain_checks import Pass, PlainRank, Update
 from samestep.torch_internals import LoaderIterator
 from samestep.world.environment import read_rank
@@ -252,8 +252,7 @@ class Recorder(Held):
         wait_until(lambda: len(list(self._directory.glob(f"{ENDED}*"))) >= size, LEAVE_S)
         for child in multiprocessing.active_children():  # workers of loaders
             child.kill()
-        sys.stdout.flush()
-        os._exit(0)
+        leave_now(0)
 
 
 def _wrap_after(owner: Any, name: str, then: Callable[..., Any]) -> None:
