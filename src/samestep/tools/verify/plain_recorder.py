@@ -69,21 +69,15 @@ def project_all(tensors: Iterable[Tensor | None]) -> Tensor:
 class OptimizerTracker:
     """Follows one optimizer: the gradients that this rank computes, and those with which it updates.
 
-    `_computed` is the projection of the gradients that this rank has computed since the gradients were zero, and
-    `_is_fresh` says that there was no backward pass since the last update.
-
-    Attributes:
-        number: of the optimizer.
-        num_steps: completed updates.
+    `_computed` is the projection of the gradients that this rank has computed since the gradients were zero; None if
+    there was no backward pass since the last update.
     """
 
     def __init__(self, number: int, optimizer: Optimizer) -> None:
-        self.number = number
-        self.num_steps = 0
+        self._number = number
         self._optimizer = optimizer
         self._hooked: set[int] = set()
-        self._is_fresh = True
-        self._computed = project_all([])  # zeros
+        self._computed: Tensor | None = None
 
     @property
     def _params(self) -> list[Tensor]:
@@ -97,12 +91,12 @@ class OptimizerTracker:
                 # It gets the gradient of this rank, before DDP averages it.
                 param.register_hook(partial(self._add_gradient, number))
         left = self._project_grads()
-        if self._is_fresh or not left.any():
+        if self._computed is None or not left.any():
             self._computed = left
-            self._is_fresh = False
 
     def _add_gradient(self, number: int, gradient: Tensor) -> None:
-        self._computed = self._computed + project(number, gradient)
+        if self._computed is not None:
+            self._computed = self._computed + project(number, gradient)
 
     def _project_grads(self) -> Tensor:
         return project_all([param.grad for param in self._params])
@@ -110,15 +104,14 @@ class OptimizerTracker:
     def end_update(self, num_samples: float) -> Update:
         """Describe an update. A closure has computed the gradients in the update itself."""
         update = Update(
-            optimizer=self.number,
+            optimizer=self._number,
             num_elements=sum(param.numel() for param in self._params),
             num_samples=num_samples,
-            computed=None if self._is_fresh else self._computed.tolist(),
+            computed=None if self._computed is None else self._computed.tolist(),
             used=self._project_grads().tolist(),
             after=project_all(self._params).tolist(),
         )
-        self._is_fresh = True
-        self.num_steps += 1
+        self._computed = None
         return update
 
 
@@ -240,7 +233,7 @@ class Recorder(Held):
         self._record.rank = dist.get_rank() if dist.is_initialized() else read_rank()
         self._record.updates.append(tracker.end_update(self._num_samples))
         self._num_samples = 0.0
-        self._record.is_cut = tracker.num_steps >= self._num_steps
+        self._record.is_cut = self._record.num_steps >= self._num_steps
         self.close()
         if self._record.is_cut:
             self._leave()
