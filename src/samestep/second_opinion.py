@@ -102,8 +102,7 @@ class SecondOpinion(Interceptor):
         Raises:
             Error: they cannot, or not with the same bits.
         """
-        self._data = loop.data
-        self._gradients = loop.gradients
+        self._loop = loop
         context = self.context
         if context.world_size == 1:
             return
@@ -143,7 +142,7 @@ class SecondOpinion(Interceptor):
     def forward(self, step: Step, batch: Any) -> None:
         if (sums := self._sums.get(step.micro_batch)) is None:
             return
-        plan = self._gradients.plan
+        plan = self._loop.gradients.plan
         self._batches[step.micro_batch] = batch
 
         def add(i: int, grad: Tensor) -> None:
@@ -192,9 +191,9 @@ class SecondOpinion(Interceptor):
 
     def _load(self, step: int, v: int) -> Any:
         """Load a micro-batch in addition to those of the loop."""
-        spec = replace(self._data.spec, num_workers=min(self._data.spec.num_workers, 1))
+        spec = replace(self._loop.data.spec, num_workers=min(self._loop.data.spec.num_workers, 1))
         device = self.context.device
-        with keeping_generators(), Loader(spec, [self._data.plan.task(step, v)], device=device) as loader:
+        with keeping_generators(), Loader(spec, [self._loop.data.plan.task(step, v)], device=device) as loader:
             return to_device(next(loader).batch, device)
 
 
