@@ -199,7 +199,7 @@ class Starts:
             "compare_every": "never",
         }
         code = run_traced(self.target.to_full_command(size.world_size), directory, INTERCEPTOR, options)
-        ranks = [read_lines(directory / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
+        ranks = [[*read_lines(directory / f"rank-{rank}.jsonl")] for rank in range(size.world_size)]
         where = f"{self.target.said} on {format_count(size.world_size, 'rank')}"
         if code or not all(ranks):
             output = read_tail(directory / "output").rstrip()

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,12 +17,6 @@ from samestep.world.environment import TRACE, child_variables
 # Options of the runs that a tool starts.
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "device", "backend")
 SHOWN_LINES = 30  # of the end of a script's output
-
-
-def run_to_end(command: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
-    """Run a command. Returns its exit code. `output`: file for its standard output and error."""
-    with running(command, variables, output) as process:
-        return process.wait()
 
 
 @contextmanager
@@ -66,7 +60,8 @@ def run_traced(
         "WANDB_MODE": "disabled",
         TRACE: json.dumps({"interceptor": interceptor, "dir": str(directory), **options}),
     }
-    return run_to_end(command, variables, directory / "output")
+    with running(command, variables, directory / "output") as process:
+        return process.wait()
 
 
 def find_errors(output: str) -> list[str]:
@@ -75,10 +70,8 @@ def find_errors(output: str) -> list[str]:
     return [line.removeprefix(begin) for line in map(str.strip, output.splitlines()) if line.startswith(begin)]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a rank's trace so far. The rank may still be writing, or may have been killed."""
-    lines = []
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of a rank's trace. The rank may have been killed in the last one."""
     with suppress(FileNotFoundError, ValueError), open(path, opener=open_regular) as file:
         for line in file:
-            lines.append(json.loads(line))  # noqa: TID251 lines of our own trace
-    return lines
+            yield json.loads(line)  # noqa: TID251 lines of our own trace
