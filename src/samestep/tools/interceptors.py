@@ -126,11 +126,14 @@ class Replay(Tracer):
         self._result: dict[str, Any] = {}
         self._logged: dict[str, Any] = {}
         self._losses: dict[int, list[float]] = {}  # of each micro-batch that this rank computes in the step
-        self._grads: list[Tensor | None] = []
+        self._grads: dict[str, Tensor] = {}  # by the name of the parameter
 
     def reduced(self, step: Step) -> None:
         if step.number == self._step:
-            self._grads = [param.grad for param in self.loop.gradients.plan.params]
+            plan = self.loop.gradients.plan
+            self._grads = {
+                name: param.grad for name, param in zip(plan.names, plan.params, strict=True) if param.grad is not None
+            }
             self._result |= {"loss": step.result.loss, **self._measure()}
 
     def end_step(self, step: Step) -> None:
@@ -196,7 +199,6 @@ class Replay(Tracer):
                 "num_samples": step.num_samples,
                 "fingerprint": combine(prints),
             }
-            self._grads = [None] * len(self.loop.gradients.plan.params)
             search = _NonFinite(self.modules)
             seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
             yield batch
@@ -215,13 +217,12 @@ class Replay(Tracer):
             if step.number == self._step:
                 self._losses.setdefault(step.micro_batch, []).append(float(loss.detach()))
             return
-        params = [param for param in self.loop.gradients.plan.params if param.requires_grad]
-        found = iter(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True))
-        for i, param in enumerate(self.loop.gradients.plan.params):
-            grad = next(found) if param.requires_grad else None
+        plan = self.loop.gradients.plan
+        params = {name: param for name, param in zip(plan.names, plan.params, strict=True) if param.requires_grad}
+        found = torch.autograd.grad(loss, [*params.values()], retain_graph=True, allow_unused=True)
+        for name, grad in zip(params, found, strict=True):
             if grad is not None:
-                before = self._grads[i]
-                self._grads[i] = grad if before is None else before + grad
+                self._grads[name] = self._grads[name] + grad if name in self._grads else grad
         self._result["losses"].append(float(loss.detach()))
         self._result["weights"].append(float(step.sizes[step.micro_batch] if weight is None else weight))
 
@@ -232,9 +233,9 @@ class Replay(Tracer):
     def _measure(self) -> dict[str, Any]:
         """Return the norm of the gradient, and its norms by parameter, the largest first."""
         norms = {
-            name: float(grad.detach().double().norm())
-            for name, grad in zip(self.loop.gradients.plan.names, self._grads, strict=True)
-            if grad is not None
+            name: float(self._grads[name].detach().double().norm())
+            for name in self.loop.gradients.plan.names
+            if name in self._grads
         }
         ordered = sorted(norms, key=lambda name: (norms[name] <= sys.float_info.max, -norms[name]))
         total = float(np.linalg.norm([*norms.values()])) if norms else 0.0
