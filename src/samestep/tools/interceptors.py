@@ -202,7 +202,6 @@ class Replay(Tracer):
             search = _NonFinite(self.modules)
             seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
             yield batch
-            search.close()
             if not (search.has_forward or all(map(math.isfinite, self._result["losses"]))):
                 search.found.insert(0, "the loss is not finite, but all modules' outputs are: it arises after them")
             logged = {
@@ -245,6 +244,8 @@ class Replay(Tracer):
 class _NonFinite:
     """Finds the first modules whose values are not finite, in the forward and in the backward pass.
 
+    Its hooks are not removed, because the process ends after the micro-batch.
+
     Attributes:
         found: what was found, in sentences.
         has_forward: whether the output of a module was not finite.
@@ -258,11 +259,9 @@ class _NonFinite:
             if not is_finite(param)
         ]
         self.has_forward = self._has_backward = False
-        self._hooks = [
-            layer.register_forward_hook(partial(self._look, f"{name}.{path}".rstrip(".")))
-            for name, module in modules.items()
-            for path, layer in module.named_modules()
-        ]
+        for name, module in modules.items():
+            for path, layer in module.named_modules():
+                layer.register_forward_hook(partial(self._look, f"{name}.{path}".rstrip(".")))
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         label = f"{name} ({type(module).__name__})"
@@ -279,10 +278,6 @@ class _NonFinite:
         if not self._has_backward and not is_finite(grad):
             self._has_backward = True
             self.found.append(f"in the backward, the gradient of the output of {label} is the first that is not finite")
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 def _find_tensors(value: Any) -> list[Tensor]:
