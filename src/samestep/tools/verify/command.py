@@ -420,7 +420,7 @@ class _Verification:
         seconds = time.monotonic() - began_s
         settings, steps = read_traces(directory)
         store = Store(run_dir)
-        final = store.find("latest", warn=lambda _: None) if run_dir.exists() else None
+        final = store.find("latest", warn=lambda _: None)
         return Trial(
             setup=setup,
             code=code,
