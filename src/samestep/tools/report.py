@@ -3,7 +3,7 @@
 import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -89,7 +89,7 @@ class RunData:
     """What a report shows of one run.
 
     Attributes:
-        name: how the run is called in the report.
+        name: the run's name in the report.
         record: the content of run.json.
         digest: of the newest sound snapshot; "" if there is none.
         metrics: name -> points.
@@ -179,7 +179,7 @@ def build_page(runs: Sequence[RunData]) -> str:
         times={run.name: run.measured.get("time_share", {}) for run in runs},
         histories={run.name: [*list_history(run.record, run.restarts, run.heals)] for run in runs},
         configuration=_build_configuration(runs),
-        data={"charts": charts, "marks": _find_marks(runs)},
+        data={"charts": charts, "marks": [*_find_marks(runs)]},
     )
 
 
@@ -240,21 +240,20 @@ def _build_charts(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     return [{"title": title, "series": series} for title, series in charts.items()]
 
 
-def _find_marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return a vertical line per restart and heal, and per snapshot of a single run. `kind` names which it is."""
-    marks = []
+def _find_marks(runs: Sequence[RunData]) -> Iterator[dict[str, Any]]:
+    """Yield a vertical line per restart and heal, and per snapshot of a single run. `kind` names which it is."""
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         for row in run.restarts:
             ranks = f" on {format_count(row['world_size'], 'rank')}" if type(row.get("world_size")) is int else ""
             step = row["from_step"]
-            marks.append({"step": step, "kind": "restart", "label": f"{prefix}restart at {step}{ranks}"})
+            yield {"step": step, "kind": "restart", "label": f"{prefix}restart at {step}{ranks}"}
         for row in run.heals:
             lost = describe_ranks(row["lost"])
-            marks.append({"step": row["step"], "kind": "heal", "label": f"{prefix}{lost} lost at {row['step']}"})
+            yield {"step": row["step"], "kind": "heal", "label": f"{prefix}{lost} lost at {row['step']}"}
     if len(runs) == 1:
-        marks += [{"step": step, "kind": "snapshot", "label": f"snapshot {step}"} for step in runs[0].snapshot_steps]
-    return marks
+        for step in runs[0].snapshot_steps:
+            yield {"step": step, "kind": "snapshot", "label": f"snapshot {step}"}
 
 
 def decimate(x: Floats, y: Floats, num_buckets: int) -> tuple[Floats, Floats]:
