@@ -86,7 +86,7 @@ class _Audit:
             problem = f"the ledger records {record.num_samples} samples of epoch {record.epoch}"
         if problem:
             self.problems.append(f"step {step}: {problem}")
-        if not self._plan.is_stream:  # there, each sample is at one position
+        if not self._plan.is_stream:  # each sample of a stream has one position
             for epoch, samples in planned.by_epoch.items():
                 if epoch not in self._left:
                     self._left[epoch] = self._plan.count_uses(epoch)

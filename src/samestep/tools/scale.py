@@ -61,7 +61,7 @@ def run_scale(target: Target, values: Values) -> int:
         )
     num_cores = len(os.sched_getaffinity(0))
     if sizes[-1] > num_cores and values.get("device", "cpu") == "cpu":
-        say(f"{sizes[-1]} ranks share {num_cores} cores: separate machines would not lose what they take each other")
+        say(f"{sizes[-1]} ranks share {num_cores} cores, and slow each other down: separate machines would not")
     num_steps = values.get("steps", 30)
     with open_workdir("scale") as work:
         overrides = {name: value for name, value in values.items() if name in OF_RUN}
