@@ -284,12 +284,12 @@ def run_watch(run_dir: Path, is_json: bool) -> int:
 
 def _follow(run_dir: Path) -> int:
     print("the run is starting")
-    while (record := read_ranks(run_dir)) or not has_ended(run_dir):
-        if record:
+    while True:
+        if record := read_ranks(run_dir):
             print(CLEAR, end="")
             _print_ranks(run_dir, record)
-            if has_ended(run_dir):
-                break
+        if has_ended(run_dir):
+            break
         time.sleep(POLL_S)
     print(escape(describe_end(run_dir)))
     return 0
@@ -314,27 +314,23 @@ def _format_speed(rank: Beat, micro_batch_size: int) -> tuple[str, str]:
     return f"{1000 * compute_s / num:.1f} ms", f"{num * micro_batch_size / total_s:,.0f}"
 
 
-def format_rows(ranks: Sequence[Beat], micro_batch_size: int) -> list[Sequence[str]]:
-    """Return a row of `HEADER` per rank."""
-    rows: list[Sequence[str]] = []
+def format_rows(ranks: Sequence[Beat], micro_batch_size: int) -> Iterator[Sequence[str]]:
+    """Yield a row of `HEADER` per rank."""
     for rank in ranks:
         notes = ["silent"] if rank.is_silent else []
         if not rank.is_silent and rank.for_s > POLL_S:
             notes.append(f"waits in {rank.waits_in}" if rank.waits_in else rank.line)
         if not rank.is_silent and rank.age_s > OLD_S:
             notes.append(f"{rank.age_s:.1f} s ago")
-        rows.append(
-            (
-                str(rank.rank),
-                rank.host,
-                str(rank.step),
-                rank.phase,
-                format_time(round(rank.for_s + (rank.age_s if rank.is_silent else 0.0))),
-                *_format_speed(rank, micro_batch_size),
-                ", ".join(filter(None, notes)),
-            )
+        yield (
+            str(rank.rank),
+            rank.host,
+            str(rank.step),
+            rank.phase,
+            format_time(round(rank.for_s + (rank.age_s if rank.is_silent else 0.0))),
+            *_format_speed(rank, micro_batch_size),
+            ", ".join(filter(None, notes)),
         )
-    return rows
 
 
 def _print_ranks(run_dir: Path, states: RankStates) -> None:
@@ -344,7 +340,7 @@ def _print_ranks(run_dir: Path, states: RankStates) -> None:
     title += f", {format_count(len(heals), 'heal')}, the last in step {heals[-1]['step']}" if heals else ""
     title += f", {format_time(round(age_s))} ago" if age_s > 2 * POLL_S else ""
     numbers = read_or_empty(run_dir / RECORD).get("numbers", {})
-    print_table(title, HEADER, format_rows(states.ranks, numbers.get("micro_batch_size", 1)))
+    print_table(title, HEADER, [*format_rows(states.ranks, numbers.get("micro_batch_size", 1))])
 
 
 # --- many runs --------------------------------------------------------------------------------------------------------
