@@ -63,10 +63,10 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, is_js
                 "left_out": others,
             }
         )
-        return 0
-    left_out = f", without {', '.join(others)}" if others else ""
-    what = f"{len(outlines)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes"
-    print(escape(f"{file}: {what}{left_out}"))
+    else:
+        left_out = f", without {', '.join(others)}" if others else ""
+        what = f"{len(outlines)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes"
+        print(escape(f"{file}: {what}{left_out}"))
     return 0
 
 
