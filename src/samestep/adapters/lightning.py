@@ -473,8 +473,7 @@ def _run_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, gradient_clip
         if logs.metrics:
             values, of_epoch = logs.metrics.fold(step.gather(states))
             logs.of_metrics |= of_epoch
-            if values:
-                step.log(values)
+            step.log(values)
         module.on_after_backward()
         module.on_before_optimizer_step(optimizer)
         if gradient_clip_val is not None:
@@ -497,8 +496,7 @@ def _run_micro_batch(run: Run, trainer: Trainer, step: Any, batch: Any, logs: Lo
         module.on_before_backward(loss)
         step.backward(loss)
     module.on_train_batch_end(output, batch, step.number)
-    if values := logs.take():
-        step.log({name: value for name, (value, _) in values.items()})
+    step.log({name: value for name, (value, _) in logs.take().items()})
     return logs.metrics.take()
 
 
