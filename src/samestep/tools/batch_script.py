@@ -75,7 +75,7 @@ exit $rc
 
 
 @click.command("slurm", cls=ScriptCommand, flags=FLAGS)
-def run_slurm(target: Target, values: Values) -> int:
+def run_slurm(target: Target, values: Values) -> None:
     """Prints the batch script of a run, for Slurm: samestep slurm --nodes 2 ... train.py | sbatch
 
     Before the time limit Slurm signals the run, which saves and requeues its job. A job that loses a node is requeued
@@ -91,7 +91,6 @@ def run_slurm(target: Target, values: Values) -> int:
     # Slurm does not create it, and a job whose output has no directory fails without a word.
     directory.mkdir(parents=True, exist_ok=True)
     print(script, end="")
-    return 0
 
 
 def render_script(target: Target, values: Values) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     "--object", "wanted", metavar="NAME", help="object of run.prepare, such as ema; default: the only model of the run"
 )
 @json_option
-def run_export(run: str, file: Path, which: int | str, wanted: str | None, is_json: bool) -> int:
+def run_export(run: str, file: Path, which: int | str, wanted: str | None, is_json: bool) -> None:
     """Writes a model's weights under the names of its state_dict, those of an AveragedModel under its model's.
 
     Load FILE with model.load_state_dict(safetensors.torch.load_file(FILE)).
@@ -67,7 +67,6 @@ def run_export(run: str, file: Path, which: int | str, wanted: str | None, is_js
         left_out = f", without {', '.join(others)}" if others else ""
         what = f"{len(outlines)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes"
         print(escape(f"{file}: {what}{left_out}"))
-    return 0
 
 
 def _write(file: Path, saved: "SavedState", outlines: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:

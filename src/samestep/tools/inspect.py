@@ -264,25 +264,25 @@ compute and samples/s are averages since the last start.
 @click.command("watch", cls=Command, help=DESCRIPTION)
 @click.argument("run_dir", metavar="RUN", type=PATH)
 @json_option
-def run_watch(run_dir: Path, is_json: bool) -> int:
+def run_watch(run_dir: Path, is_json: bool) -> None:
     """Show the state of a run's ranks until it ends; without a terminal, once."""
     read_run(run_dir, str(run_dir))
     if sys.stdout.isatty() and not is_json:
-        return _follow(run_dir)
+        _follow(run_dir)
+        return
     record = read_ranks(run_dir)
     if is_json:
         ranks = [] if record is None else [asdict(rank) for rank in record.ranks]
         print_json({"status": read_status(run_dir), "time_s": record and record.time_s, "ranks": ranks})
-        return 0
+        return
     is_running = read_or_empty(run_dir / STATUS).get("status", "running") == "running"
     if record is None or not is_running or time.time() - record.time_s > STALE_S:
         print(escape(describe_end(run_dir)))
     else:
         _print_ranks(run_dir, record)
-    return 0
 
 
-def _follow(run_dir: Path) -> int:
+def _follow(run_dir: Path) -> None:
     print("the run is starting")
     while True:
         if record := read_ranks(run_dir):
@@ -292,7 +292,6 @@ def _follow(run_dir: Path) -> int:
             break
         time.sleep(POLL_S)
     print(escape(describe_end(run_dir)))
-    return 0
 
 
 def describe_end(run_dir: Path) -> str:
@@ -349,7 +348,7 @@ def _print_ranks(run_dir: Path, states: RankStates) -> None:
 @click.command("runs", cls=Command)
 @click.argument("directory", metavar="[DIR]", type=click.Path(), default="runs")
 @json_option
-def run_runs(directory: str, is_json: bool) -> int:
+def run_runs(directory: str, is_json: bool) -> None:
     """Lists the runs in DIR (default: runs).
 
     Shows status, steps, digest, step of the snapshot `best`, age, and the last value of every metric.
@@ -367,7 +366,7 @@ def run_runs(directory: str, is_json: bool) -> int:
             runs.append(nothing | {"name": run.name, "status": "damaged", "steps": 0, "metrics": {}})
     if is_json:
         print_json({"runs": runs})
-        return 0
+        return
     rows = [
         {
             **each,
@@ -378,7 +377,6 @@ def run_runs(directory: str, is_json: bool) -> int:
         for each in runs
     ]
     print_table("runs", RUN_COLUMNS, build_cells(rows, RUN_COLUMNS))
-    return 0
 
 
 def find_runs(directory: Path) -> list[Path]:

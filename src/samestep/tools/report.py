@@ -45,7 +45,7 @@ ByRun = list[tuple[str, list[str], bool]]  # name, value in each run, and whethe
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
 @click.option("-o", "--output", type=PATH, default=Path("report.html"), help="file to write; default: report.html")
 @json_option
-def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
+def run_report(runs: Sequence[str], output: Path, is_json: bool) -> None:
     """Writes one HTML file about one or several runs.
 
     It shows metrics, throughput, where the time of every rank went, restarts, snapshots, the audit of the samples, and
@@ -78,7 +78,6 @@ def run_report(runs: Sequence[str], output: Path, is_json: bool) -> int:
         print_json({"file": str(output), "size_bytes": len(page), "runs": [run.name for run in found]})
     else:
         print(escape(f"{output}: {format_count(len(found), 'run')}, {format_bytes(len(page))}"))
-    return 0
 
 
 # --- what a report shows of a run -------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 @click.command("scale", cls=ScriptCommand, flags=FLAGS)
-def run_scale(target: Target, values: Values) -> int:
+def run_scale(target: Target, values: Values) -> None:
     """Trains for a few steps on several numbers of ranks of this machine, in turns, each in a temporary run directory.
     Fits the time of a step to them, and prints speed-up, efficiency and the time to finish, with their standard errors,
     also of more ranks than were measured. A second table has the memory of a rank for each value of shard, and for
@@ -87,7 +87,6 @@ def run_scale(target: Target, values: Values) -> int:
         )
     else:
         print_result(fit, measured[1].parts, rows, memory, num_run_steps)
-    return 0
 
 
 # --- the measurement --------------------------------------------------------------------------------------------------
