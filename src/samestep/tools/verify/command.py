@@ -38,7 +38,7 @@ FLAGS: dict[str, Option] = {
     "kills": Option(int, "K", "number of kills in the interrupted run; default: 2", whole(0)),
     "kill_seed": Option(int, "N", "seed for the random moments of the kills; default: random"),
     "heal": Option(
-        bool, "", "also train on the most ranks with launch --heal, and kill all but one (of pipelines, too)"
+        bool, "", "also train with launch --heal on the most ranks, and kill all ranks (or pipelines) but one"
     ),
     "plain": Option(bool, "", "for a script without samestep; --steps: 100, --world-sizes: 1,2 by default"),
     "json": JSON,
