@@ -96,8 +96,11 @@ class Ownership:
         return self.holds(param)
 
     def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return the trained ones of some parameters by first owner, in the order of `assign`, as on all ranks."""
-        wanted = {id(param) for param in params}
+        """Return the trained ones of some parameters by first owner, in the order of `assign`, as on all ranks.
+
+        Those of other stages of a pipeline, which are on the meta device, are left out.
+        """
+        wanted = {id(param) for param in params if not param.is_meta}
         members = self._group.replicas
         ranks = {owners: members.index(list_living(owners, members)[0]) for owners in {*self._owners.values()}}
         owned: list[list[Tensor]] = [[] for _ in members]
@@ -156,9 +159,6 @@ class StageOwnership(Ownership):
     def reports(self, param: Tensor) -> bool:
         group = self._group
         return self.holds(param) and (group.can_heal or self.find_first(param, group.members) == group.number)
-
-    def list_owned(self, params: Iterable[Tensor]) -> list[list[Tensor]]:
-        return super().list_owned(param for param in params if not param.is_meta)
 
 
 @torch.no_grad()
