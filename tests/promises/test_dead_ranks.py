@@ -189,7 +189,7 @@ def test_the_others_continue(trial: Trial, undisturbed: Undisturbed) -> None:
         (
             3,
             ["kill rank 1 at step 7 in forward", "kill rank 2 at step 7 in forward"],
-            "because a part of the optimizers' state had 2 copies (shard_copies), and died with ranks 1 and 2\n",
+            "because a part of the optimizers' state had 2 copies (shard_copies), and is lost with ranks 1 and 2\n",
             1,
         ),
     ],

@@ -33,7 +33,7 @@ def list_living(owners: Sequence[int], members: Collection[int]) -> list[int]:
     living = [owner for owner in owners if owner in members]
     if owners and not living:
         raise NotHealed(
-            f"a part of the optimizers' state had {len(owners)} copies (shard_copies), and died with "
+            f"a part of the optimizers' state had {len(owners)} copies (shard_copies), and is lost with "
             f"{describe_ranks(owners)}"
         )
     return living
