@@ -193,7 +193,7 @@ def test_what_is_written_is_not_nested_too_deeply_to_be_read(wrap: Callable[[Any
     assert_same(decode(parse_json(json.dumps(structure)), tensors, tmp_path), state)
     circle: list[Any] = []
     circle.append(circle)
-    for value in (nest(MAX_LEVELS, wrap), circle):
+    for value in (nest(MAX_LEVELS, wrap), circle, {nest(MAX_LEVELS, lambda key: (key,)): 1}):
         with pytest.raises(InvalidType, match=r"^state.* is a value that contains itself, or is nested deeper than 3"):
             encode({"state": value})
 

@@ -312,7 +312,7 @@ class _Encoder:
         """Return a value as JSON. `path`: the keys and indices that lead to it."""
         kind = type(value)
         if len(path) > MAX_LEVELS:
-            raise _refusal(path[:3], f"a value that contains itself, or is nested deeper than {MAX_LEVELS} levels")
+            raise _too_deep(path)
         if value is None or kind in (bool, int, str):
             return value
         if kind is float:  # bit for bit
@@ -343,15 +343,19 @@ class _Encoder:
         is_counter = isinstance(value, Counter)
         if versions is None and not is_counter and KIND not in value and {*map(type, value)} <= {str}:
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
-        items = [[self._encode_key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
+        level = len(path) + 1
+        items = [[self._encode_key(key, path, level), self.encode(item, (*path, key))] for key, item in value.items()]
         if versions is not None:
             versions = self.encode(dict(versions), (*path, "_metadata"))
             return {KIND: "state_dict", "items": items, "versions": versions}
         return {KIND: "counter" if is_counter else "dict", "items": items}
 
-    def _encode_key(self, key: Any, path: _Path) -> Any:
+    def _encode_key(self, key: Any, path: _Path, level: int) -> Any:
+        """Return a key as JSON. `path`: that of the dict. `level`: how deep the key is nested."""
+        if level > MAX_LEVELS:
+            raise _too_deep(path)
         if type(key) is tuple:
-            return {KIND: "tuple", "items": [self._encode_key(item, path) for item in key]}
+            return {KIND: "tuple", "items": [self._encode_key(item, path, level + 1) for item in key]}
         if key is not None and type(key) not in (bool, int, float, str):
             raise _refusal(path, f"a dict with a {type(key).__qualname__} as key")
         return self.encode(key, path)
@@ -426,6 +430,10 @@ def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill a block of memory, in some order of the dims."""
     dims = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(dims).is_contiguous()
+
+
+def _too_deep(path: _Path) -> InvalidType:
+    return _refusal(path[:3], f"a value that contains itself, or is nested deeper than {MAX_LEVELS} levels")
 
 
 def _refusal(path: _Path, what: str) -> InvalidType:
