@@ -44,12 +44,11 @@ def read_bytes(path: Path, most: int = MAX_BYTES, *, is_given: bool = False) -> 
         is_given: the user has given this path, so it may also be a link, a pipe or a device.
     """
     with open(path, "rb", opener=None if is_given else open_regular) as file:
-        size = os.fstat(file.fileno()).st_size  # 0 of a file in /proc
         data = bytearray()
         # In chunks, because /proc/sys allocates as much memory as a read requests.
-        while max(size, len(data)) <= most and (chunk := file.read(CHUNK_BYTES)):
+        while len(data) <= most and (chunk := file.read(CHUNK_BYTES)):
             data += chunk
-    if max(size, len(data)) > most:
+    if len(data) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
     return bytes(data)
 

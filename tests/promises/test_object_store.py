@@ -171,7 +171,7 @@ def test_a_store_that_is_full_for_a_while(
 ) -> None:  # fmt: skip
     """It is a warning, and the next snapshot uploads all files. At the end it is an error until the next start."""
     with pytest.raises(Error) as caught:
-        cluster.spawn(0, 1, ("full", "step-00000015/tensors-00000.safetensors", 0), settled=True)
+        cluster.spawn(0, 1, ("full", "step-00000015/state.json", 0), settled=True)
     [copy] = cluster.machine(0).iterdir()
     why = "(OSError: [Errno 28] No space left on device)"
     said = f"the snapshot of step 15 is in {copy} only: it could not be uploaded to {cluster.url} {why}"
@@ -200,7 +200,7 @@ def test_a_store_that_fails_in_between(
 def test_a_later_writer_ends_the_earlier_one(cluster: Cluster) -> None:
     """Before the next manifest of the earlier one. (The later one printed that the earlier one might live.)"""
     with pytest.raises(Error, match=f"the run in {cluster.url} was taken over by process"):
-        cluster.spawn(0, 1, ("taken", "step-00000006/tensors-00000.safetensors", 0), settled=True)
+        cluster.spawn(0, 1, ("taken", "step-00000006/state.json", 0), settled=True)
     assert "step-00000006" not in cluster.snapshots()
 
 

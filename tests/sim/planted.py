@@ -206,7 +206,7 @@ PLANTED = (
     ),
     Planted(
         "the checksum of a manifest is not compared", "snapshot/manifest.py",
-        'is None or not text.endswith(_build_seal(body))', "is None",
+        'if manifest.pop("sha256", None) != _checksum(manifest):', 'if not manifest.pop("sha256", None):',
         test="snapshot/test_store.py",
     ),
     Planted(

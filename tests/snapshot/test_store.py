@@ -21,7 +21,7 @@ from samestep.snapshot.serialization import digest, encode
 from samestep.snapshot.store import Store
 
 PARTS = [name_part(rank) for rank in range(3)]
-FILES = ["manifest.json", *PARTS]
+FILES = ["manifest.json", "state.json", *PARTS]
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def test_what_cannot_be_found_is_reported_with_what_can(store: Store) -> None:
     with pytest.raises(RunDirectoryError, match=said):
         store.find(2, warn=pytest.fail)
     for directory in store.path.iterdir():
-        flip(directory / PARTS[0], 3)
-    said = r"no snapshot in .* can be used \(.*safetensors is damaged.*start with SAMESTEP_FRESH=1 "
+        flip(directory / "state.json", 3)
+    said = r"no snapshot in .* can be used \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
     with pytest.raises(RunDirectoryError, match=said):
         store.find("latest", warn=lambda sentence: None)
 

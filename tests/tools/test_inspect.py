@@ -110,8 +110,8 @@ config
   name  x
 snapshots, by their sizes (--check reads them)
   step  name  size   age  state
-  3           120 B  0 s  whole
-  6           120 B  0 s  whole
+  3           295 B  0 s  whole
+  6           296 B  0 s  whole
 restarts
   time        reason       rank  from_step  lost_steps  world_size
   2026-01-02  rank 1 died  1     40         3
@@ -148,13 +148,13 @@ def test_damage_is_shown(run: Path) -> None:
     store = Store(run)
     for step, name in ((3, None), (6, None), (6, "best")):
         write_snapshot(store, STATE, step=step, name=name)
-    os.truncate(store.path / "step-00000006" / "tensors-00000.safetensors", 3)
+    os.truncate(store.path / "step-00000006" / "state.json", 3)
     with open(store.path / "step-00000003" / "tensors-00000.safetensors", "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
     out = inspect(run, "--check", code=1)
     damage = r"tensors-00000.safetensors is damaged \(somewhere in bytes \d+ to \d+\)"
-    state = r"6 .* tensors-00000.safetensors has 3 bytes, not \d+"
+    state = r"6 .* state.json has 3 bytes, not \d+"
     assert_lines(out, f"3 .* {damage}", r"6 +best +\d+ B +\d s +sound", state)
     assert re.search(rf"\nthe check failed: 2 of 3 snapshots damaged \(.*{damage}\)\n$", out)
     checked = json.loads(inspect(run, "--json", "--check", code=1))
@@ -162,7 +162,7 @@ def test_damage_is_shown(run: Path) -> None:
     assert sound == {(3, None): False, (6, None): False, (6, "best"): True}
     assert_lines(inspect(run), r"3 +\d+ B +\d s +whole", state)  # compares the sizes only
     out = inspect(run, "--snapshot", "best", "--check")
-    assert "safetensors has" not in out
+    assert "state.json has" not in out
     assert out.endswith("\nthe check passed: 1 snapshot read, and sound\n")
 
 
@@ -248,9 +248,9 @@ def test_the_digest_is_of_the_newest_sound_snapshot(run: Path, capsys: Any) -> N
     assert inspect(run, "--digest", "--snapshot", "best") == digest(states[3]) + "\n"
     shown = json.loads(inspect(run, "--digest", "--json", "--snapshot", "3"))
     assert shown == {"step": 3, "name": None, "digest": digest(states[3])}
-    (store.path / "step-00000006" / "tensors-00000.safetensors").unlink()
+    (store.path / "step-00000006" / "state.json").unlink()
     assert inspect(run, "--digest") == digest(states[3]) + "\n"
-    assert "step-00000006: tensors-00000.safetensors is missing" in capsys.readouterr().err
+    assert "step-00000006: state.json is missing" in capsys.readouterr().err
 
 
 def test_what_is_not_there(run: Path, tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""A snapshot's manifest: the state without its tensors, and checksums of every byte of the files that have these.
-
-It is written last and read first. It ends with a checksum of its own.
-"""
+"""A snapshot's directory and manifest: written last, read first, with checksums of every byte of the other files."""
 
 import json
 import os
@@ -26,8 +23,8 @@ from samestep.version import __version__
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 30
-FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.safetensors")  # in the manifest's directory
+STATE = "state.json"
+FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # in the manifest's directory
 NAME = re.compile(r"(?!(?:latest|never)\b)[A-Za-z_][A-Za-z0-9_]{0,63}")  # of a snapshot; not another value of `resume`
 DIRECTORY = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")  # of a snapshot
 _BUFFER_BYTES = 1 << 20
@@ -57,17 +54,12 @@ Extents = list[Extent]  # those of a file, one after the other
 
 
 def build_manifest(
-    *, step: int, name: str | None, digest: str | None, files: Mapping[str, Extents], meta: Json, state: Json
+    *, step: int, name: str | None, digest: str | None, files: Mapping[str, Extents], meta: Json
 ) -> dict[str, Any]:
-    """Return the manifest of a snapshot whose other files are complete.
-
-    Args:
-        digest: None if it was not computed.
-        state: the structure of the state, from `encode`.
-    """
+    """Return the manifest of a snapshot whose other files are complete. `digest`: None if it was not computed."""
     import torch
 
-    return {
+    written = {
         "format": FORMAT,
         "step": step,
         "name": name,
@@ -76,8 +68,8 @@ def build_manifest(
         "versions": {"samestep": __version__, "python": platform.python_version(), "torch": torch.__version__},
         "files": files,
         "meta": meta,
-        "state": state,
     }
+    return seal(written)
 
 
 def name_part(rank: int) -> str:
@@ -85,21 +77,20 @@ def name_part(rank: int) -> str:
     return f"tensors-{rank:05d}.safetensors"
 
 
-def seal(manifest: Json) -> bytes:
-    """Return the content of a manifest's file, with its checksum. Inverse of `parse_manifest`."""
-    text = json.dumps(manifest, allow_nan=False).encode()
-    return text[:-1] + _build_seal(text)
+def list_tensor_files(files: Iterable[str]) -> list[str]:
+    """Return the names of the files with tensors, in the order of the ranks that wrote them."""
+    return sorted(file for file in files if file.endswith(".safetensors"))
 
 
-def _build_seal(text: bytes) -> bytes:
-    """Return the end of the file of a manifest, in place of its last brace."""
-    return f', "sha256": "{hash_bytes(text)}"}}'.encode()
+def seal(manifest: Json) -> dict[str, Any]:
+    """Return a manifest with its own checksum, as it is in the file. Inverse of `parse_manifest`."""
+    return {**manifest, "sha256": _checksum(manifest)}
 
 
 def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
     """Return the manifest of a directory ({} if it cannot be read), and a problem with it or with file sizes."""
     try:
-        manifest, problem = parse_manifest(read_bytes(directory / MANIFEST, MAX_MANIFEST_BYTES))
+        manifest, problem = parse_manifest(read_bytes(directory / MANIFEST))
     except OSError as error:
         return {}, f"{MANIFEST} cannot be read ({error.strerror})"
     sizes = {}
@@ -121,8 +112,7 @@ def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
         found = manifest.get("format")
         if type(found) is int and found > FORMAT:
             return {}, f"{MANIFEST} has format {found} of a newer samestep, this one reads up to {FORMAT}"
-        body = text[: -len(_build_seal(b""))] + b"}"
-        if manifest.pop("sha256", None) is None or not text.endswith(_build_seal(body)):
+        if manifest.pop("sha256", None) != _checksum(manifest):
             return {}, f"{MANIFEST} is damaged"
         convert(manifest, _Manifest)
     except ValueError:
@@ -130,7 +120,7 @@ def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
     return manifest, None
 
 
-_FileName = Annotated[str, Meta(pattern=rf"\A{FILE.pattern}\Z")]
+_FileName = Annotated[str, Meta(pattern=rf"\A(?!{re.escape(MANIFEST)}\Z){FILE.pattern}\Z")]
 
 
 class _Tally(Struct):
@@ -159,7 +149,10 @@ class _Manifest(Struct, forbid_unknown_fields=True):
     versions: dict[str, str]
     files: dict[_FileName, Extents]
     meta: _Meta
-    state: Object
+
+    def __post_init__(self) -> None:
+        if STATE not in self.files:
+            raise ValueError(f"there is no {STATE}")
 
 
 @dataclass(frozen=True)
@@ -201,14 +194,14 @@ class Snapshot:
     @property
     def is_divided(self) -> bool:
         """Return whether each rank has written a file of its own."""
-        return len(self.manifest.get("files", {})) > 1
+        return len(list_tensor_files(self.manifest.get("files", {}))) > 1
 
     def is_same(self, other: "Snapshot") -> bool:
         """Return whether a snapshot in another copy of the run has the same name and content."""
         if not self.manifest or not other.manifest or self.path.name != other.path.name:
             return False
-        content = ("digest",) if self.manifest["digest"] else ("files", "state")
-        return all(self.manifest[key] == other.manifest[key] for key in (*content, "step", "meta"))
+        keys = ("digest" if self.manifest["digest"] else "files", "step", "meta")
+        return all(self.manifest[key] == other.manifest[key] for key in keys)
 
     def matches(self, which: int | str) -> bool:
         """Return whether the snapshot matches a request: "latest", a number of completed steps, or a name."""
@@ -287,3 +280,7 @@ def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str |
         if sizes[file] != measure(expected):
             return f"{file} has {sizes[file]} bytes, not {measure(expected)}"
     return None
+
+
+def _checksum(manifest: Json) -> str:
+    return hash_bytes(json.dumps(manifest, sort_keys=True, allow_nan=False).encode())

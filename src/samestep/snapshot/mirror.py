@@ -18,19 +18,11 @@ from typing import Any, TypeVar
 from samestep.console import say
 from samestep.data.source import ORDERS, list_orders
 from samestep.errors import Error, RunDirectoryError, needing
-from samestep.files import open_regular, read_bytes, replace_file
+from samestep.files import MAX_BYTES, open_regular, read_bytes, replace_file
 from samestep.hashing import hash_bytes
 from samestep.processes import at_rest
 from samestep.snapshot.lock import build_token, explain_takeover
-from samestep.snapshot.manifest import (
-    DIRECTORY,
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    Snapshot,
-    find_wrong_size,
-    list_outdated,
-    parse_manifest,
-)
+from samestep.snapshot.manifest import DIRECTORY, MANIFEST, Snapshot, find_wrong_size, list_outdated, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Store
@@ -183,8 +175,7 @@ class Mirror:
         return sizes
 
     def _read_manifest(self, folder: str, sizes: Mapping[str, int]) -> Snapshot:
-        path = self._at(f"{SNAPSHOTS}/{folder}/{MANIFEST}")
-        text = self._fs.cat_file(path) if sizes[MANIFEST] <= MAX_MANIFEST_BYTES else b""
+        text = self._fs.cat_file(self._at(f"{SNAPSHOTS}/{folder}/{MANIFEST}")) if sizes[MANIFEST] <= MAX_BYTES else b""
         manifest, problem = parse_manifest(text)
         return Snapshot.from_manifest(Path(folder), manifest, problem or find_wrong_size(manifest["files"], sizes))
 
@@ -337,7 +328,7 @@ class Mirror:
         for file in snapshot.manifest["files"]:
             self._put(f"{folder}/{file}", partial(self._fs.put_file, str(snapshot.path / file)))
         self._check()
-        self.write(f"{folder}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST, MAX_MANIFEST_BYTES))
+        self.write(f"{folder}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
 
     def _push_files(self, directory: RunDirectory) -> None:
         """Upload the files that exist and have changed, `run.json` first. Raises OSError, too."""

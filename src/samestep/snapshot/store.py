@@ -16,17 +16,20 @@ from msgspec import Meta, Struct
 from samestep.decoding import Count, Json, Number, Object, convert, decode
 from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import move_directory, open_regular, read_bytes, replace_file, sync_directory
+from samestep.hashing import hash_bytes
 from samestep.processes import at_rest
 from samestep.snapshot.manifest import (
     DIRECTORY,
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     METADATA,
+    STATE,
+    Extent,
     Extents,
     Snapshot,
     build_manifest,
     find_damage,
     list_outdated,
+    list_tensor_files,
     name_directory,
     name_part,
     read_manifest,
@@ -214,7 +217,9 @@ class Store:
             )
         files = manifest["files"]
         try:
-            saved = SavedState(manifest["state"], path, {file: files[file] for file in sorted(files)})
+            with open(path / STATE, "rb", opener=open_regular) as opened:
+                structure = json.load(opened)  # noqa: TID251 of any size; `convert` checks it
+            saved = SavedState(structure, path, {file: files[file] for file in list_tensor_files(files)})
             convert(saved.contents, kind)
         except OSError:
             raise
@@ -281,11 +286,9 @@ class Store:
         for receipt in receipts:
             receipt.unlink()
         digest = _check_parts(structure, parts)
-        files = {name_part(rank): part for rank, part in enumerate(parts)}
-        _write_manifest(
-            directory,
-            build_manifest(step=step, name=name, digest=digest, files=files, meta=meta, state=structure),
-        )
+        files = {STATE: _write_json(directory / STATE, structure)}
+        files |= {name_part(rank): part for rank, part in enumerate(parts)}
+        _write_json(directory / MANIFEST, build_manifest(step=step, name=name, digest=digest, files=files, meta=meta))
         self._put(directory, target)
         return target
 
@@ -306,7 +309,7 @@ class Store:
         if problem := find_damage(self.inbox, snapshot.manifest):
             shutil.rmtree(self.inbox)
             return problem
-        _write_manifest(self.inbox, snapshot.manifest)
+        _write_json(self.inbox / MANIFEST, seal(snapshot.manifest))
         self._put(self.inbox, self.path / snapshot.path.name)
         return ""
 
@@ -397,20 +400,15 @@ def _delete(path: Path) -> None:
         path.unlink()  # `rmtree` blocks on a FIFO
 
 
-def _write_manifest(directory: Path, manifest: Json) -> None:
-    """Create a manifest and wait until it is on the disk."""
-    text = seal(manifest)
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise InvalidValue(
-            f"the state without its tensors has {len(text)} bytes as JSON, more than {MAX_MANIFEST_BYTES}: keep long "
-            "lists as tensors",
-            code="SS414",
-        )
-    with open(directory / MANIFEST, "xb", opener=open_regular) as file:
+def _write_json(path: Path, value: Any) -> Extents:
+    """Create a file and wait until it is on the disk."""
+    text = json.dumps(value, allow_nan=False).encode()
+    with open(path, "xb", opener=open_regular) as file:
         file.write(text)
         file.flush()
         with at_rest():
             os.fsync(file.fileno())
+    return [Extent(METADATA, len(text), hash_bytes(text))]
 
 
 @at_rest()

@@ -6,6 +6,7 @@ They do not import torch.
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from samestep.console import (
     say,
     to_text,
 )
-from samestep.decoding import Json
+from samestep.decoding import Json, parse_json
 from samestep.errors import Error, explain
+from samestep.files import read_bytes
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.logs import count_records, read_records
-from samestep.snapshot.manifest import Snapshot, find_damage
+from samestep.snapshot.manifest import STATE, Snapshot, find_damage
 from samestep.snapshot.run_record import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Store
 from samestep.watch.beats import Beat
@@ -213,8 +215,9 @@ def _describe_snapshot(snapshot: Snapshot, run: str, *, check: bool) -> dict[str
 def _read_state(run: Path) -> dict[str, Any]:
     """Return `run.state` of the newest undamaged snapshot; {} if there is none."""
     for snapshot in reversed(find_sound(run)):
-        state = snapshot.manifest["state"].get("state")
-        return state if isinstance(state, dict) else {}
+        with suppress(OSError, ValueError, AttributeError):
+            state = parse_json(read_bytes(snapshot.path / STATE)).get("state")
+            return state if isinstance(state, dict) else {}
     return {}
 
 
