@@ -10,21 +10,19 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
 
 import torch
-import torch.nn.functional as F
 from common import build_parser, print_json, print_machine, print_table
-from step_cost import NUM_SAMPLES, SAMPLES_PER_RANK, build_model
+from step_cost import run_samestep
 
 import samestep
-from samestep.recipes.mlp import CustomDataset
 
 SECONDS = 0.0005
 OWN = f"{Path(samestep.__file__).parent}/"
+SCRIPT_FILE = run_samestep.__code__.co_filename
 SCRIPT = "forward, loss, update"
 # What the step does -> where: functions, files and folders of samestep. The first match counts.
 PARTS = {
@@ -57,36 +55,21 @@ class Samples:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        while frame is not None and not frame.f_code.co_filename.startswith((OWN, __file__)):
+        while frame is not None and not frame.f_code.co_filename.startswith((OWN, SCRIPT_FILE)):
             frame = frame.f_back
-        if frame is None or frame.f_code.co_filename == __file__:
+        if frame is None or frame.f_code.co_filename == SCRIPT_FILE:
             self.counts[SCRIPT] += 1
             return
         where = frame.f_code.co_filename.removeprefix(OWN)
         function = frame.f_code.co_qualname
-        part = next(
-            part for part, marks in PARTS.items() if any(where.startswith(m) or function.startswith(m) for m in marks)
-        )
+        part = next(part for part, marks in PARTS.items() if where.startswith(marks) or function.startswith(marks))
         self.counts[part] += 1
-
-
-def train() -> Iterator[None]:
-    run = samestep.Run(None, batch_size=SAMPLES_PER_RANK, micro_batch_size=SAMPLES_PER_RANK, device="cpu")
-    model = build_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    run.prepare(model=model, optimizer=optimizer)
-    for epoch in run.epochs(CustomDataset(NUM_SAMPLES), 10**6):
-        for step in epoch:
-            for source, targets in step:
-                step.backward(F.mse_loss(model(source), targets))
-            optimizer.step()
-            yield
 
 
 def profile(num_steps: int) -> dict[str, float]:
     """Return the microseconds per step of each part."""
     with redirect_stdout(io.StringIO()):
-        steps = train()
+        steps = run_samestep(1)
         for _ in range(num_steps // 10 + 1):
             next(steps)
         samples = Samples()
