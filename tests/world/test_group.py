@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ def test_which_errors_mean_that_another_rank_is_gone(error: RuntimeError, is_of_
 def test_a_state_that_cannot_be_healed_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks that are left would wait for a death that no launcher names."""
     group = Group(0, 1, CPU)
-    monkeypatch.setattr(Group, "can_heal", True)
+    monkeypatch.setattr(Group, "_healing", MagicMock())
 
     def fail() -> None:
         raise NotHealed("a part of the state is lost")
