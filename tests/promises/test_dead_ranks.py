@@ -298,6 +298,15 @@ def test_a_death_in_a_collective_of_the_script(trial: Trial) -> None:
     assert f"do not continue, because they have not formed a new group{ADVICE}" in started.output
 
 
+def test_an_interrupt_that_the_script_raises(trial: Trial) -> None:
+    """It is an error of the script, which would occur again, and no death."""
+    script = trial.faults / "interrupt.py"
+    script.write_text(COLLECTIVE.replace("os.kill(os.getpid(), signal.SIGKILL)", "raise KeyboardInterrupt"))
+    started = trial.run("launch", 3, (), "--heal", script=script, code=130)
+    assert "    raise KeyboardInterrupt\nKeyboardInterrupt\n" in started.output
+    assert "samestep: rank 1 of 3 failed; the others were stopped\n" in started.output
+
+
 # --- stuck ranks ------------------------------------------------------------------------------------------------------
 
 STUCK_AFTER_S = 3  # no rank is named before a third of it

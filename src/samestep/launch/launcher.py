@@ -49,7 +49,7 @@ from samestep.launch.link import (
     derive_key,
     is_listening,
 )
-from samestep.launch.rank_process import FORWARDED_SIGNALS
+from samestep.launch.rank_process import FORWARDED_SIGNALS, INTERRUPTED
 from samestep.launch.rank_reports import RankFailure, Reports, build_failure, describe_death
 from samestep.launch.supervisor import Supervisor
 from samestep.launch.target import Target, check_target
@@ -291,10 +291,11 @@ class Agent:
         """Note the end of a rank. `signals`: which it was sent."""
         self._pids.pop(rank)
         # A rank that ends by the signal that it was sent has not failed.
+        is_interrupted = code == INTERRUPTED and signal.SIGINT in signals
         is_obedient = -code in (signals if code == -signal.SIGKILL else STOP_SIGNALS) and bool(signals)
         self.reports.read()
-        failure = self.reports.failures.get(rank) if code else None
-        if code and not is_obedient and failure is None:
+        failure = self.reports.failures.get(rank) if code and not is_interrupted else None
+        if code and not (is_obedient or is_interrupted) and failure is None:
             failure = RankFailure(rank, time_s, code, False, "died", describe_death(code))
         if failure is not None:
             failure = self._exchange_with_log(failure)

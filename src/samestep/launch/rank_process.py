@@ -23,6 +23,7 @@ from samestep.processes import leave
 from samestep.world.environment import HOOK
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # from the launcher to its ranks
+INTERRUPTED = 128 + signal.SIGINT  # exit code of a rank that a KeyboardInterrupt ends
 
 kept_signals: list[int] = []  # of the process, as signals are: before the script creates a Run
 
@@ -64,9 +65,6 @@ def run_rank(
             module, options = json.loads(variables[HOOK])  # noqa: TID251 a variable of the environment
             import_module(module).begin(options)
         _run_target(rank, **target)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)  # as Python does; the launcher, which sent it, prints nothing about it
     except BaseException as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises after the death of a DataLoader worker
         code = _find_code(error)
@@ -163,4 +161,6 @@ def _find_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         code = error.code or 0
         return code & 0xFF if isinstance(code, int) else 1
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     return error.exit_code if isinstance(error, Error) else 1
