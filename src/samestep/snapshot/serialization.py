@@ -13,6 +13,7 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from itertools import count
 from json.encoder import encode_basestring_ascii as quote
 from operator import itemgetter
@@ -414,11 +415,13 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
     return {key: _canonical(item, hashes) for key, item in value.items()}
 
 
+@cache  # a call in Python per tensor counts
 def _name_dtype(dtype: torch.dtype) -> str:
     """Return the name of a dtype in torch, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def _find_dtype(name: str) -> torch.dtype:
     """Return torch's dtype of this name. Raises ValueError if it is none."""
     if not isinstance(dtype := getattr(torch, name, None), torch.dtype):

@@ -6,7 +6,6 @@ import secrets
 import shutil
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -378,13 +377,13 @@ def _check_parts(structure: Any, parts: Sequence[Extents]) -> str | None:
     from samestep.snapshot.serialization import digest_of, list_tensors
 
     extents = [extent for part in parts for extent in part if extent.name != METADATA]
-    sizes = Counter[str]()
+    sizes: dict[str, int] = {}
     for extent in extents:
-        sizes[extent.name] += extent.num_bytes
+        sizes[extent.name] = sizes.get(extent.name, 0) + extent.num_bytes
     for name, wanted in list_tensors(structure).items():
-        if sizes[name] != wanted:
+        if (written := sizes.get(name, 0)) != wanted:
             raise InvalidValue(
-                f"the ranks have not written all of the state: {name} has {sizes[name]} of {wanted} bytes: make "
+                f"the ranks have not written all of the state: {name} has {written} of {wanted} bytes: make "
                 "the objects for run.prepare the same on all ranks",
                 code="SS504",
             )
