@@ -18,8 +18,8 @@ from samestep.snapshot.async_copy import (
     SnapshotOrder,
     Staging,
     TrainingState,
-    is_detectable,
     is_finite,
+    list_detectable,
     locate,
 )
 from samestep.snapshot.location import Location
@@ -42,19 +42,21 @@ def make_tensors() -> dict[str, Tensor]:
 def begin(
     tensors: dict[str, Tensor],
     targets: dict[str, Tensor] | None = None,
-    look: Callable[[int, Tensor], None] = lambda address, tensor: None,
+    look: Callable[[object, Tensor], None] = lambda place, tensor: None,
 ) -> Copy:
     """Begin to copy tensors, by default all. `look`: called with each part of them."""
     targets = Staging().take(tensors) if targets is None else targets
-    return Copy(tensors, targets, stable={*map(locate, filter(is_detectable, tensors.values()))}, look=look)
+    inspection = Inspection(TrainingState({}, {}, [], [], [], None), step=1)
+    inspection.look = look  # type: ignore[method-assign]
+    return Copy(tensors, targets, stable={*map(locate, list_detectable(tensors.values()))}, inspection=inspection)
 
 
 def test_what_is_copied_and_looked_at() -> None:
     tensors = make_tensors()
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
-    looked: dict[int, list[Tensor]] = defaultdict(list)
+    looked: dict[object, list[Tensor]] = defaultdict(list)
     targets = Staging().take({name: tensor for name, tensor in tensors.items() if name != "half"})
-    copy = begin(tensors, targets, lambda address, tensor: looked[address].append(tensor.clone().flatten()))
+    copy = begin(tensors, targets, lambda place, tensor: looked[place].append(tensor.clone().flatten()))
     for name in ("small", "with holes"):
         tensors[name].zero_()  # copied by now
     assert not torch.equal(targets["large"], tensors["large"])
@@ -92,7 +94,7 @@ def test_a_thread_waits_for_the_copies_on_each_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(async_copy, "WriteDetector", lambda tensors: SimpleNamespace(find_changed=list))
     sources = {"large": torch.randn(NUM_LARGE).as_subclass(OnGpu), "small": torch.randn(3).as_subclass(OnGpu)}
     targets = {name: torch.zeros(each.shape) for name, each in sources.items()}
-    begin(sources, targets, lambda address, tensor: cuda.look(tensor)).run()
+    begin(sources, targets, lambda place, tensor: cuda.look(tensor)).run()
     copied = ["stream", "stream().__enter__", "Stream().synchronize", "look", "stream().__exit__"]
     calls = [name for name, _, _ in cuda.mock_calls]
     assert calls == ["Stream", "current_stream", "Stream().wait_stream", *copied, *copied]
@@ -141,7 +143,7 @@ def test_a_view_of_a_parameter_is_not_compared_with_it() -> None:
     weight = torch.randn(4, 2)
     compared: list[object] = []
     inspection = Inspection(TrainingState({}, {}, [], [], [("weight", weight)], compared.append), step=1)
-    Copy({"weight": weight, "flat": weight.view(-1)}, {}, stable=(), look=inspection.look)
+    Copy({"weight": weight, "flat": weight.view(-1)}, {}, stable=(), inspection=inspection)
     inspection.conclude("")
     inspection.look_again()
     inspection.conclude("")
@@ -151,8 +153,7 @@ def test_a_view_of_a_parameter_is_not_compared_with_it() -> None:
 def write(copy: Copy, *, is_divided: bool = False) -> tuple[Writer, MagicMock]:
     """Write a copy. Returns the location, too, which notes what is called."""
     location = MagicMock(spec=Location, is_divided=is_divided)
-    inspection = Inspection(TrainingState({}, {}, [], [], [], None), step=1)
-    return Writer(copy, location, SnapshotOrder(1), {}, inspection), location
+    return Writer(copy, location, SnapshotOrder(1), {}), location
 
 
 def list_calls(location: MagicMock) -> list[str]:
@@ -189,7 +190,7 @@ def test_a_rank_alone_completes_no_torn_one_and_no_divided_one(is_divided: bool)
 
 
 def test_errors_are_kept() -> None:
-    def look(address: int, tensor: Tensor) -> None:
+    def look(place: object, tensor: Tensor) -> None:
         raise ValueError("a look")
 
     copy = begin({"large": torch.randn(NUM_LARGE)}, {}, look)

@@ -159,13 +159,14 @@ class Copy:
 
     Args:
         tensors: by name.
-        targets: host memory by name. Tensors without one are not copied, only passed to `look`.
+        targets: host memory by name. Tensors without one are not copied, only looked at.
         stable: the places (`locate`) of detectable tensors that change only in an update.
-        look: called for each tensor with its place and the tensor or its copy, whole or in consecutive slices.
+        inspection: looks at each tensor, and at those of its own that are not among them.
 
     Attributes:
         torn: the places of tensors that were written to before the copy was complete.
         has_failed: whether `run` raised an exception, so that the copy is incomplete.
+        inspection: as the argument. The main thread asks for its result, or the thread of the copy if that ends before.
     """
 
     def __init__(
@@ -174,20 +175,22 @@ class Copy:
         targets: Mapping[str, Tensor],
         *,
         stable: Collection[Place],
-        look: Callable[[Place, Tensor], None],
+        inspection: "Inspection",
     ) -> None:
         self.torn: list[Place] = []
         self.has_failed = self._is_joined = False
-        self._look = look
+        self.inspection = inspection
         self._copied = threading.Event()
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        wholes = [_Slice(locate(tensor), tensor.detach(), targets.get(name)) for name, tensor in tensors.items()]
+        places = {each.place for each in wholes}
+        wholes += [_Slice(at, each.detach(), None) for at, each in inspection.tensors.items() if at not in places]
+        devices = {each.source.device for each in wholes if each.source.is_cuda}
         self._streams = {device: _open_stream(device) for device in devices}
         self._later: list[_Slice] = []
         at_once: dict[Any, list[_Slice]] = {}  # by device
-        for name, tensor in tensors.items():
-            place = locate(tensor)
-            slices = self._later if place in stable else at_once.setdefault(tensor.device, [])
-            slices.append(_Slice(place, tensor.detach(), targets.get(name)))
+        for whole in wholes:
+            slices = self._later if whole.place in stable else at_once.setdefault(whole.source.device, [])
+            slices.append(whole)
         self._detector = WriteDetector(each.source for each in self._later)
         for slices in at_once.values():
             self._take(slices)
@@ -224,7 +227,7 @@ class Copy:
             if stream is not None:
                 stream.synchronize()
             for each in slices:
-                self._look(each.place, each.source if each.target is None else each.target)
+                self.inspection.look(each.place, each.source if each.target is None else each.target)
 
 
 def _open_stream(device: Any) -> Any:
@@ -323,10 +326,10 @@ def is_finite(tensor: Tensor) -> bool:
     return cmath.isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())
 
 
-def is_detectable(tensor: Tensor) -> bool:
-    """Return whether a tensor is large and dense, so that `WriteDetector` can detect writes to it."""
-    is_large = tensor.nbytes >= LARGE_BYTES
-    return is_large and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg()) and is_dense(tensor)
+def list_detectable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that are large and dense, so that `WriteDetector` can detect writes to them."""
+    large = [tensor for tensor in tensors if tensor.nbytes >= LARGE_BYTES]
+    return [each for each in large if not (each.is_inference() or each.is_conj() or each.is_neg()) and is_dense(each)]
 
 
 def _flatten(tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from samestep.snapshot.async_copy import (
     Staging,
     TrainingState,
     WriteDetector,
-    is_detectable,
+    list_detectable,
     locate,
 )
 from samestep.snapshot.location import Location
@@ -89,7 +89,6 @@ class Writer:
     Args:
         copy: created between two steps.
         tensors: the copies.
-        inspection: of the copy. The main thread asks for its result, or this thread if that one ends before.
 
     Attributes:
         stage: what has been decided.
@@ -103,11 +102,9 @@ class Writer:
         location: Location,
         order: SnapshotOrder,
         tensors: Mapping[str, Tensor],
-        inspection: Inspection,
     ) -> None:
         self.copy = copy
         self.order = order
-        self.inspection = inspection
         self.stage = Stage.COPYING
         self.failure: Exception | None = None
         self._location = location
@@ -141,7 +138,7 @@ class Writer:
             self.handle(Event.FAILED)
         else:
             self.copy.join()
-            self.handle(Event.UNSOUND if self.copy.torn or self.inspection.find_infinite() else Event.SOUND)
+            self.handle(Event.UNSOUND if self.copy.torn or self.copy.inspection.find_infinite() else Event.SOUND)
 
     def _run(self) -> None:
         try:
@@ -324,18 +321,15 @@ class Snapshotter:
 
     def _begin(self, state: TrainingState, order: SnapshotOrder) -> None:
         """Begin to copy and write a state."""
-        inspection = Inspection(state, order.step)
         targets: dict[str, Tensor] = {}
         # No step follows the last snapshot, so it needs no copy. Without memory for one, the next step waits. (Of a
         # lack of memory, torch raises a RuntimeError.)
         with suppress(MemoryError, RuntimeError):
             if not order.is_last:
                 targets = self._staging.take(order.tensors)
-        places = {locate(tensor) for tensor in order.tensors.values()}
-        others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
-        stable = {locate(tensor) for tensor in state.stable if is_detectable(tensor)} - self._unstable
-        copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
-        self._writer = Writer(copy, self._location, order, targets or order.tensors, inspection)
+        stable = {*map(locate, list_detectable(state.stable))} - self._unstable
+        copy = Copy(order.tensors, targets, stable=stable, inspection=Inspection(state, order.step))
+        self._writer = Writer(copy, self._location, order, targets or order.tensors)
         if order.tensors and not targets:
             self._writer.prepared.wait()
 
@@ -371,7 +365,7 @@ class Snapshotter:
         Tensors that the script writes to before the step's update are copied at once in all snapshots.
         """
         if self._location.path is not None:
-            self._detector = WriteDetector(tensor for tensor in stable if is_detectable(tensor))
+            self._detector = WriteDetector(list_detectable(stable))
             self._saved_s = time.monotonic()
 
     @property
@@ -397,10 +391,11 @@ class Snapshotter:
         if writer is None or writer.stage is not Stage.COPYING:
             return
         writer.copy.join()
+        inspection = writer.copy.inspection
         try:
             if writer.copy.has_failed:
-                writer.inspection.look_again()
-            reports = self._gather((bool(writer.copy.torn), writer.inspection.find_infinite()))
+                inspection.look_again()
+            reports = self._gather((bool(writer.copy.torn), inspection.find_infinite()))
             if self._drop_if_lost(writer, len(reports)):
                 return
             if any(is_torn for is_torn, _ in reports):
@@ -408,7 +403,7 @@ class Snapshotter:
                 self._unstable |= {*writer.copy.torn}
                 self._take_again()
                 return
-            writer.inspection.conclude(next((label for _, label in reports if label), ""))
+            inspection.conclude(next((label for _, label in reports if label), ""))
         except Error:  # after another exception, the check of this rank decides
             writer.handle(Event.UNSOUND)
             raise
