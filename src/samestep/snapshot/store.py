@@ -107,11 +107,12 @@ class Store:
         self.judge = judge
         self.remote: Sequence[Snapshot] = ()
         self._url = self._remote_problem = ""
-        self.path = Path(run_dir) / SNAPSHOTS
+        self.path = run_dir / SNAPSHOTS
         self.inbox = self.path / f"{_WRITING}inbox"
-        self._named = Path(named or run_dir) / SNAPSHOTS
-        # Of snapshots whose manifests and sizes show none. None: this store has written it.
-        self._problems: dict[Path, str | None] = {}
+        self._named = (named or run_dir) / SNAPSHOTS
+        # Of snapshots whose manifests and sizes show none, by the names of their directories. None: this store has
+        # written it.
+        self._problems: dict[str, str | None] = {}
         self._has_created = False
 
     # --- read -------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Store:
 
     def _read(self, path: Path) -> Snapshot:
         manifest, problem = read_manifest(path)
-        return Snapshot.from_manifest(path, manifest, problem or self._problems.get(path))
+        return Snapshot.from_manifest(path, manifest, problem or self._problems.get(path.name))
 
     def find(
         self,
@@ -170,7 +171,7 @@ class Store:
                 problem = find_damage(snapshot.path, snapshot.manifest) or ""
             if not problem:
                 return snapshot
-            self._problems[snapshot.path] = problem
+            self._problems[snapshot.path.name] = problem
             problem = f"{snapshot.path.relative_to(self.path.parent)}: {problem}"
         problem = problem or self._remote_problem
         where = self._url or str(self._named)
@@ -195,7 +196,7 @@ class Store:
 
     def refuse(self, snapshot: Snapshot, problem: str) -> None:
         """Let `find` skip a snapshot that it has returned, because of a problem with it."""
-        self._problems[snapshot.path] = problem
+        self._problems[snapshot.path.name] = problem
 
     def open(self, snapshot: Snapshot, kind: Any = Object) -> "SavedState":
         """Return the state in a snapshot that `find` returned, here or on another node, to read its tensors.
@@ -297,6 +298,8 @@ class Store:
 
     def make_inbox(self) -> None:
         """Create the inbox, empty. Raises OSError."""
+        if os.path.lexists(self.inbox):
+            _delete(self.inbox)
         self._create(self.inbox)
 
     def adopt(self, snapshot: Snapshot) -> str:
@@ -315,7 +318,9 @@ class Store:
     def prune(self, keep: int) -> None:
         """Remove the snapshots of `list_outdated`. Those that this store has written are not read again."""
         found = [
-            Snapshot.from_manifest(path, {}, self._problems[path]) if path in self._problems else self._read(path)
+            Snapshot.from_manifest(path, {}, self._problems[path.name])
+            if path.name in self._problems
+            else self._read(path)
             for path in self._list()
         ]
         for snapshot in list_outdated(found, keep):
@@ -337,13 +342,11 @@ class Store:
             _delete(entry)
 
     def _create(self, directory: Path) -> None:
-        """Create a directory for the files of a snapshot, empty."""
+        """Create a directory for the files of a snapshot."""
         if not self._has_created or not self.path.exists():  # who created it may have been killed before the sync
             self.path.mkdir(exist_ok=True)
             _sync(self.path.parent)
             self._has_created = True
-        if os.path.lexists(directory):
-            _delete(directory)
         directory.mkdir()
 
     def _put(self, directory: Path, target: Path) -> None:
@@ -353,13 +356,13 @@ class Store:
             self._remove(target)
         move_directory(directory, target)
         _sync(self.path)
-        self._problems[target] = None
+        self._problems[target.name] = None
 
     def _remove(self, path: Path) -> None:
         # Renamed first, so that no reader finds a snapshot of which half is gone.
         doomed = self.path / f"{_WRITING}doomed-{path.name}.{secrets.token_hex(4)}"
         move_directory(path, doomed)
-        self._problems.pop(path, None)
+        self._problems.pop(path.name, None)
         _delete(doomed)
 
 
