@@ -165,24 +165,24 @@ class MisuseChecks(StepObserver):
         return {name: (id(param), param.dtype, param.device) for name, param in self._objects.name_params().items()}
 
 
-def name_replicated(objects: Objects) -> dict[str, nn.Parameter]:
-    """Return the tensors that must be equal on all ranks that have them, after every step: the parameters.
+def find_replicated(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that must be equal on all ranks that have them, after every step.
 
     An optimizer's state that differs makes parameters differ in the next update. It may also have memory that is never
     read. Buffers are left out, because a script may use one as a counter of its rank. So are parameters of which this
     rank has a shard, or nothing: those of other stages of a pipeline are on the meta device.
     """
-    return {name: param for name, param in objects.name_params().items() if not (is_sharded(param) or param.is_meta)}
+    return {name: param for name, param in params.items() if not (is_sharded(param) or param.is_meta)}
 
 
-def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
+def list_checked(objects: Objects, params: Mapping[str, nn.Parameter]) -> list[tuple[str, Tensor]]:
     """Return the tensors that training must not make infinite or nan, with names for messages.
 
     These are trained parameters (of a sharded one, this rank's shard) and BatchNorm's statistics. Other buffers, such
     as masks, may be infinite. An optimizer's state may be, too, or have memory that is never read; what it spoils shows
     in the parameters after the next update.
     """
-    found = [(name, get_local(param)) for name, param in objects.name_params().items() if param.requires_grad]
+    found = [(name, get_local(param)) for name, param in params.items() if param.requires_grad]
     for name, module in objects.modules.items():
         found += [
             (f"{name}.{strip_compiled(path)}.{key}", buffer)
@@ -193,9 +193,9 @@ def list_checked(objects: Objects) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in found if not tensor.is_meta]
 
 
-def list_stable(objects: Objects) -> list[Tensor]:
+def list_stable(objects: Objects, params: Mapping[str, nn.Parameter]) -> list[Tensor]:
     """Return the tensors that change only in or after an update: parameters and the optimizers' state."""
-    tensors: list[Tensor] = [*objects.name_params().values()]
+    tensors: list[Tensor] = [*params.values()]
     for optimizer in objects.optimizers.values():
         tensors += find_tensors([*optimizer.state.values()])
     return [get_local(tensor) for tensor in tensors if not tensor.is_meta]
@@ -235,7 +235,9 @@ class ReplicaChecks:
             self._compare(step, self._read_checksums())
 
     def _read_checksums(self) -> Mapping[str, int]:
-        return read_back({name: checksum(tensor) for name, tensor in name_replicated(self._objects).items()})
+        return read_back(
+            {name: checksum(param) for name, param in find_replicated(self._objects.name_params()).items()}
+        )
 
     def _compare(self, step: int, checksums: Mapping[str, int]) -> None:
         num_parts = self._group.ranks_per_replica  # each of which is compared over the replicas
@@ -259,12 +261,13 @@ class ReplicaChecks:
         """Return the content of a snapshot after `step` steps. `contents`, `notes`, `share`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         is_parted = self._group.ranks_per_replica > 1
-        replicated = name_replicated(self._objects) if is_due or self._is_divided else {}
-        stable = list_stable(self._objects)
+        params = self._objects.name_params()
+        replicated = find_replicated(params) if is_due or self._is_divided else {}
+        stable = list_stable(self._objects, params)
         return TrainingState(
             contents,
             notes,
-            checked=list_checked(self._objects),
+            checked=list_checked(self._objects, params),
             stable=stable,
             replicated=[*replicated.items()] if is_due else [],
             compare=partial(self._compare, step) if is_due else None,

@@ -165,7 +165,8 @@ class Loop:
         self._seed_body("step", number)
         self._state.begin_step()
         if self.step is None:  # a change before the first update is noticed, too
-            self._services.snapshotter.detect_writes(list_stable(self._prepared.objects))
+            objects = self._prepared.objects
+            self._services.snapshotter.detect_writes(list_stable(objects, objects.name_params()))
         step = Step(number, self._plan.epoch_of(number), self._plan.micro_batches(number), self._parts)
         self.step = step
         self._on.begin_step(step)
