@@ -157,7 +157,10 @@ class DividedOptimizers(DividedState):
         }
         outlines = dict[str, Any]()
         for of_rank in group.gather(
-            {path: (outline_states(state), _list_devices(state)) for path, state in own.items()}
+            {
+                path: (outline_states(state), [tensor.device.type for tensor in find_tensors(state)])
+                for path, state in own.items()
+            }
         ):
             outlines |= of_rank
         copied: list[tuple[Optimizer, Tensor, Any]] = []
@@ -293,10 +296,6 @@ class DividedOptimizers(DividedState):
 def outline_states(states: Any) -> Any:
     """Return states with their tensors on the meta device, unless they are empty."""
     return tree_map_only(Tensor, lambda tensor: tensor.to("meta") if tensor.numel() else tensor, states)
-
-
-def _list_devices(state: Any) -> list[str]:
-    return [tensor.device.type for tensor in find_tensors(state)]
 
 
 def _refuse_norm(optimizers: Iterable[Optimizer], grads: Sequence[Tensor]) -> None:
