@@ -98,6 +98,7 @@ class Location:
             self.named = self._find_unused(config.run_dir)
             self.shown = str(self.named)
         self.path = None if self.named is None else self.named.absolute()  # the script may change the working directory
+        self._store = None if self.path is None else Store(self.path)  # to open snapshots, and to write parts of them
         self.is_replicated = len(self._writers) > 1
         has_shared = self.path is not None and not self.is_replicated
         has_parts = config.divides_state or group.ranks_per_replica > 1
@@ -240,9 +241,9 @@ class Location:
 
     def open(self, point: ResumePoint) -> SavedState:
         """Open the state at a point that is not the beginning, on this rank. Raises Error."""
-        assert self.path is not None
+        assert self._store is not None
         assert point.snapshot is not None
-        return Store(self.path).open(point.snapshot, SavedRun)
+        return self._store.open(point.snapshot, SavedRun)
 
     def find(self, which: int | str) -> Snapshot | None:
         """Find a snapshot during the run, on rank 0. Arguments, result and errors as for `Store.find`."""
@@ -307,10 +308,8 @@ class Location:
         Args:
             tensors: copies of the order's tensors.
         """
-        if self.path is None:
-            return []
-        store = Store(self.path)
-        return [store.prepare(draft, tensors, order.share.number) for draft in order.drafts]
+        assert self._store is not None
+        return [self._store.prepare(draft, tensors, order.share.number) for draft in order.drafts]
 
     def commit(self, order: SnapshotOrder, parts: Sequence[Extents]) -> None:
         """Complete the snapshots of an order that all ranks have prepared, and remove old ones, in any thread.
