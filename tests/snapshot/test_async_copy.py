@@ -153,7 +153,7 @@ def test_a_view_of_a_parameter_is_not_compared_with_it() -> None:
 def write(copy: Copy, *, is_divided: bool = False) -> tuple[Writer, MagicMock]:
     """Write a copy. Returns the location, too, which notes what is called."""
     location = MagicMock(spec=Location, is_divided=is_divided)
-    return Writer(copy, location, SnapshotOrder(1), {}), location
+    return Writer(copy, location, SnapshotOrder(1)), location
 
 
 def list_calls(location: MagicMock) -> list[str]:

@@ -80,7 +80,7 @@ class SnapshotOrder:
 
     Attributes:
         names: names of the snapshots; None for a numbered one.
-        structure, tensors: the encoded state.
+        structure, tensors: the encoded state; once it is copied, the copies of its tensors.
         meta: see `RunDirectory.mark`.
         is_last: whether the loop ends here.
         drafts: the directories in which they are written, see `Store.begin`. Empty on ranks that do not write.

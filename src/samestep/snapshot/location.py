@@ -11,8 +11,6 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from samestep.config import RunConfig, is_url
 from samestep.errors import KINDS, Error, InvalidValue, NotHealed, RunDirectoryError, name_kind
 from samestep.launch.rank_reports import start_log
@@ -45,7 +43,7 @@ class Location:
         location.begin(point, options)
         for each snapshot:
             order = location.align(order, state)
-            parts = location.prepare(order, tensors)          # each rank, in a thread
+            parts = location.prepare(order)                   # each rank, in a thread
             location.commit(order, parts)                     # each rank, in a thread; or `abort`
         location.end()
         location.write_status(status, reason, end)            # each rank
@@ -302,14 +300,10 @@ class Location:
             raise problem
         return replace(order, drafts=drafts)
 
-    def prepare(self, order: SnapshotOrder, tensors: Mapping[str, Tensor]) -> list[Extents]:
-        """Write what this rank stores of the snapshots of an order, in any thread. Raises OSError.
-
-        Args:
-            tensors: copies of the order's tensors.
-        """
+    def prepare(self, order: SnapshotOrder) -> list[Extents]:
+        """Write what this rank stores of the snapshots of an order, in any thread. Raises OSError."""
         assert self._store is not None
-        return [self._store.prepare(draft, tensors, order.share.number) for draft in order.drafts]
+        return [self._store.prepare(draft, order.tensors, order.share.number) for draft in order.drafts]
 
     def commit(self, order: SnapshotOrder, parts: Sequence[Extents]) -> None:
         """Complete the snapshots of an order that all ranks have prepared, and remove old ones, in any thread.

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
@@ -88,7 +88,7 @@ class Writer:
 
     Args:
         copy: created between two steps.
-        tensors: the copies.
+        order: with the tensors that are written: the copies, if there are any.
 
     Attributes:
         stage: what has been decided.
@@ -96,19 +96,12 @@ class Writer:
         failure: the exception that has ended the thread; None if there was none.
     """
 
-    def __init__(
-        self,
-        copy: Copy,
-        location: Location,
-        order: SnapshotOrder,
-        tensors: Mapping[str, Tensor],
-    ) -> None:
+    def __init__(self, copy: Copy, location: Location, order: SnapshotOrder) -> None:
         self.copy = copy
         self.order = order
         self.stage = Stage.COPYING
         self.failure: Exception | None = None
         self._location = location
-        self._tensors = tensors
         self.prepared = threading.Event()
         self._decided = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samestep snapshot")
@@ -154,7 +147,7 @@ class Writer:
         self.copy.run()
         with suppress(OSError):  # nice +10: each thread has its own priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
-        parts = self._location.prepare(self.order, self._tensors)
+        parts = self._location.prepare(self.order)
         self.prepared.set()
         with at_rest():
             while not self._decided.wait(_POLL_S):
@@ -329,7 +322,7 @@ class Snapshotter:
                 targets = self._staging.take(order.tensors)
         stable = {*map(locate, list_detectable(state.stable))} - self._unstable
         copy = Copy(order.tensors, targets, stable=stable, inspection=Inspection(state, order.step))
-        self._writer = Writer(copy, self._location, order, targets or order.tensors)
+        self._writer = Writer(copy, self._location, replace(order, tensors=targets or order.tensors))
         if order.tensors and not targets:
             self._writer.prepared.wait()
 
