@@ -129,7 +129,7 @@ class _Lane:
 
 
 class Lanes:
-    """A stream as a data set with indices: sample i is at position i of the run's steps, which are all full.
+    """A stream as a data set with indices. Index i is position i in the steps of the loop, which are all full.
 
     Args:
         dataset: the stream. Lane v is `dataset.lane(v, num_lanes)`, or without this method a copy of it for which

@@ -226,7 +226,7 @@ class Mirror:
     ) -> None:
         """Copy the newest undamaged snapshot at the URL that matches to a store, unless that has it or a newer one.
 
-        Tells the store what is at the URL.
+        Tells the store which snapshots the URL has.
 
         Args:
             which: as for `Store.find`; None: copy none.

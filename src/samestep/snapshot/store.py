@@ -131,7 +131,7 @@ class Store:
         return [self.path / name for name in names if DIRECTORY.fullmatch(name)]
 
     def note_remote(self, url: str, snapshots: Sequence[Snapshot], problem: str = "") -> None:
-        """Note what is at the run's URL. `problem`: why none of it can be used, if one was wanted."""
+        """Note the snapshots at the run's URL. `problem`: why none of them can be used, if one was wanted."""
         self._url = url
         self.remote = snapshots
         self._remote_problem = problem
