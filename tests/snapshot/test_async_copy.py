@@ -135,6 +135,13 @@ def test_finite(bad: float, dtype: torch.dtype) -> None:
     assert is_finite(torch.empty(0, dtype=dtype))
 
 
+def test_the_first_tensor_that_is_not_finite_is_named() -> None:
+    checked = [(name, torch.full((size,), torch.nan)) for size, name in enumerate(("first", "second"), start=1)]
+    inspection = Inspection(TrainingState({}, {}, checked, [], [], None), step=1)
+    inspection.look_again()
+    assert inspection.find_infinite() == "first"
+
+
 # --- the thread that writes them ----------------------------------------------------------------------------------
 
 

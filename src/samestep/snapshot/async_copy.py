@@ -285,8 +285,8 @@ class Inspection:
             self.look(place, tensor)
 
     def find_infinite(self) -> str:
-        """Return the label of a tensor of this rank that is not finite; "" if all are finite."""
-        return next((label for label in self._labels.values() if label in self._not_finite), "")
+        """Return the label of the first tensor of this rank that is not finite; "" if all are finite."""
+        return next((label for label in reversed(self._labels.values()) if label in self._not_finite), "")
 
     def conclude(self, label: str) -> None:
         """Compare the ranks. All ranks call this, after looking at all tensors.
