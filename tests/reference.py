@@ -28,9 +28,10 @@ def build_options() -> str:
     return f"""\
 # Options
 
-An option on the command line of `samestep launch`, `train` and `slurm`, or in an environment variable such as
-`{PREFIX}BATCH_SIZE`, replaces the argument in the script. Options without an argument of `Run` exist on the command
-line and as environment variables only. A run directory belongs to one value of each option marked **Identity**.
+You can set an option as an argument of `Run`, on the command line of `samestep launch`, `train` and `slurm`, or by an
+environment variable such as `{PREFIX}BATCH_SIZE`. The command line and the variable replace the argument in the script.
+Some options have no argument of `Run`. A run keeps its value of each option marked **Identity**: a start with another
+value is an error.
 
 {chr(10).join(rows)}
 """

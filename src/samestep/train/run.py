@@ -59,8 +59,8 @@ class Run:
         shard_copies: with `shard="optimizer"`, how many ranks hold the state of each parameter. `samestep launch
             --heal` needs 2, see docs/running.md.
         pipeline: number of stages into which `prepare` cuts the model, see docs/pipeline.md. None: no pipeline.
-        workers, inner_steps: so many workers make so many inner steps each in every step, and the ranks divide the
-            workers, see docs/diloco.md. None: no workers.
+        workers, inner_steps: number of workers, and number of inner steps that each makes in every step, see
+            docs/diloco.md. The ranks divide the workers among themselves. None: no workers.
         exchange_dtype: "bf16" rounds float32 gradients and their partial sums to bfloat16, which halves the bytes of
             their exchange, see docs/parallelism.md. None: exchange them as they are.
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
@@ -76,7 +76,7 @@ class Run:
         check_compute_every: interval in steps at which another rank recomputes a micro-batch of each rank, and the bits
             are compared, see docs/running.md. None: never.
         trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
-        config: recorded in the run directory. A later start with another config warns. Texts under names such as
+        config: recorded in the run directory. A later start with another config warns. Strings under names such as
             `api_key` and `password` are recorded as "(hidden)".
         device: "cpu", "cuda" (local rank i uses GPU i) or one GPU for all ranks, such as "cuda:1". None: "cuda" if
             there is a GPU, else "cpu".
@@ -435,7 +435,7 @@ class Run:
         num_workers: int | None = None,
         micro_batch_size: int | None = None,
     ) -> dict[str, Any]:
-        """Score every sample of `data` exactly once, divided over the ranks. Returns the same bits on all ranks.
+        """Score every sample of `data` exactly once, divided among the ranks. Return the same bits on all ranks.
 
         Args:
             score: function of a micro-batch, called in eval mode without gradients. Returns a dict of name -> value: a

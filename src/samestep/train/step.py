@@ -251,9 +251,7 @@ class Step:
         sizes: samples per micro-batch, over all ranks.
         num_samples: number of samples of the step, over all ranks.
         held: numbers of this rank's micro-batches.
-        borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
         num_passes: number of complete iterations over the micro-batches.
-        result: what the passes have left so far.
 
     Example::
 
