@@ -67,7 +67,7 @@ class Epoch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Averages of `Step.metrics` over the steps of the epoch so far, including those before a restart, by weight.
+        """Averages of `Step.metrics`, by weight, over the steps of the epoch so far, including those before a restart.
 
         Raises:
             UsageError: read before the first step of the epoch is done, or after the epoch.

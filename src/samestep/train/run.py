@@ -75,7 +75,7 @@ class Run:
             None. Unless it is None, they are also compared before each snapshot.
         check_compute_every: interval in steps at which another rank recomputes a micro-batch of each rank, and the bits
             are compared, see docs/running.md. None: never.
-        trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
+        trackers: destinations for metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
         config: recorded in the run directory. A later start with another config warns. Strings under names such as
             `api_key` and `password` are recorded as "(hidden)".
         device: "cpu", "cuda" (local rank i uses GPU i) or one GPU for all ranks, such as "cuda:1". None: "cuda" if

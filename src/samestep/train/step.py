@@ -302,7 +302,9 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """Loss, averaged by weight over the whole batch: a scalar tensor, the same on all ranks; nan without weight.
+        """Loss, averaged by weight over the whole batch: a scalar tensor, the same on all ranks.
+
+        It is nan if no micro-batch counts.
 
         Raises:
             UsageError: read before or inside the loop over micro-batches.
@@ -388,7 +390,7 @@ class Step:
         self._apply(attempt, reduced)
 
     def run(self, body: Callable[[Any], Tensor], *, weight: Callable[[Any], float | Tensor] | None = None) -> None:
-        """Run a function of each micro-batch, and the backward pass of the loss that it returns.
+        """Call a function with each micro-batch, and run the backward pass of the loss that it returns.
 
         It replaces a loop over the step that calls `backward`. Pipelines need it, see docs/pipeline.md.
 
@@ -585,7 +587,7 @@ class Step:
         parts.observers.reduced(self)
 
     def gather(self, values: Mapping[int, Any]) -> list[Any]:
-        """Return values of the micro-batches of all ranks, in their order, on every rank. Call it on all ranks.
+        """Return the values of the micro-batches of all ranks, in order, on every rank. Call it on all ranks.
 
         Tensors in lists, tuples and dicts are detached and copied to the CPU.
 
@@ -689,7 +691,7 @@ class Step:
             clock.move("backward", "reducing", waited_s)
 
     def total(self, count: Callable[[Any], float | Tensor]) -> float:
-        """Return the sum of a number over the whole batch: the same on all ranks. Call it before a loop over the step.
+        """Return the sum of a number over the whole batch, equal on all ranks. Call it before the loop over the step.
 
         A loss that is a sum over units can then be divided by their number in the whole batch, see docs/losses.md. The
         call loads all micro-batches of this rank, and makes a short exchange.

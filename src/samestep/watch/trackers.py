@@ -64,7 +64,7 @@ class TrackerInfo:
 
 
 class Tracker(Protocol):
-    """A destination of metrics. Pass any object with these methods in `trackers=[...]`. It is used on rank 0 only.
+    """A destination for metrics. Pass any object with these methods in `trackers=[...]`. It is used on rank 0 only.
 
     `start` is called on the main thread, `log` and `finish` on a thread of the tracker, so that a slow service does not
     delay the training. A row for which `log` raises an exception is lost.
