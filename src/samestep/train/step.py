@@ -598,7 +598,7 @@ class Step:
         Raises:
             UsageError: called inside the loop over micro-batches.
             InvalidType: a value cannot be pickled.
-            NotHealed: a rank died before it sent its values.
+            PeerFailed: a rank died before it sent its values.
 
         Example::
 
@@ -702,7 +702,7 @@ class Step:
         Raises:
             UsageError: called inside the loop over micro-batches.
             InvalidType: `count` returns something else than a number.
-            NotHealed: a rank died meanwhile.
+            PeerFailed: a rank died meanwhile.
 
         Example::
 
