@@ -16,7 +16,7 @@ CELLS: list[str | list[str]] = [
         "x = torch.rand(960, 20, generator=torch.Generator().manual_seed(0))",
         "data = TensorDataset(x, x[:, :4].sum(1, keepdim=True).sin())",
     ],
-    "The training is plain PyTorch, except for `samestep.Run` and two nested loops. `batch_size` is the number of "
+    "The training is plain PyTorch, except for `samestep.Run` and three nested loops. `batch_size` is the number of "
     "samples per update, over all ranks; each rank computes its share in micro-batches of 8. In a notebook, the "
     "training is a function.",
     [

@@ -276,10 +276,11 @@ class Step:
         self.num_samples = sum(self.sizes)
         self.held = range(0)
         interceptors = parts.observers.interceptors
+        # The micro-batches of other ranks that this rank computes before its own, to compare the results.
         self.borrowed = list_borrowed(interceptors, number, len(self.sizes)) if interceptors else []
         self.micro_batch = 0
         self.num_passes = 0
-        self.result = StepResult()
+        self.result = StepResult()  # of the passes so far
         self._parts = parts
         self._phase = StepPhase.OUTSIDE
         self._attempt: PassAttempt | None = None  # only in the loop over the micro-batches
