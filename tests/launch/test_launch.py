@@ -159,7 +159,8 @@ def test_a_rank_that_fails_and_does_not_end_is_named(command: Command) -> None:
     """Another rank loses it, and ends first. The launcher ends the first one, whose error is the cause."""
     command.write(
         "slow.py",
-        "import atexit, os, signal, time\nfrom samestep.errors import PeerFailed\n"
+        "import atexit, os, signal, time\nfrom samestep import processes\nfrom samestep.errors import PeerFailed\n"
+        "processes.LEAVE_S = 2\n"
         "def hang():\n    open('failed', 'w').close()\n    signal.pause()\n"
         "if os.environ['RANK'] == '0':\n    atexit.register(hang)\n    raise KeyError('first')\n"
         "while not os.path.exists('failed'): time.sleep(0.01)\n"
