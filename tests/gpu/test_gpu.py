@@ -313,7 +313,7 @@ def launch_nodes(directory: Path, world_size: int, *flags: str, **arguments: Any
             codes = [node.finish(240) for node in nodes]
         finally:
             for node in nodes:
-                node.close()
+                node.kill_all()
     return codes, "\n".join(node.output for node in nodes)
 
 

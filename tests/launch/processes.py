@@ -1,6 +1,5 @@
 """Run the samestep command as from a shell, and find its processes."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import IO
 
 import psutil
 from support.commands import Popen
+from support.runs import clean_variables
 from support.waiting import DEADLINE_S, wait_until
 
 
@@ -16,7 +16,7 @@ class Command:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.variables = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
+        self.variables = clean_variables()
         self.started: list[Popen] = []
 
     def write(self, name: str, text: str) -> Path:
@@ -70,10 +70,6 @@ class Command:
 
     def close(self) -> None:
         for process in self.started:
-            if process.poll() is None:
+            with process:  # waits for its end, and closes its streams
                 process.kill()
-            process.wait()
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
         self.assert_nothing_left()

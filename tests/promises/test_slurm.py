@@ -35,7 +35,7 @@ def start(trial: Trial, cluster: Cluster) -> Iterator[Callable[..., Started]]:
 
     yield start
     for each in started:
-        each.close()
+        each.kill_all()
     cluster.wait_idle()
 
 

@@ -1,6 +1,5 @@
 """A run under test: started in each way, hit by faults and signals, and compared with a run without them."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from promises.faulty import train
 from support.commands import Popen
@@ -109,12 +107,6 @@ class Started(Popen):
     @property
     def output(self) -> str:
         return self.out.read_text() + self.err.read_text()
-
-    def close(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.wait()
 
 
 def fail(spawn: Callable[..., object], *words: Any, **arguments: Any) -> None:
@@ -225,7 +217,7 @@ class Trial:
     def close(self) -> None:
         left = [process for started in self._started for process in started.processes()]
         for started in self._started:
-            started.close()
+            started.kill_all()
         assert not left, f"left behind: {left}"
 
 

@@ -95,6 +95,13 @@ class Popen(subprocess.Popen[Any]):
                     found.append(process)
         return found
 
+    def kill_all(self) -> None:
+        """Kill the program and its descendants."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.wait()
+
 
 def run(args: Sequence[str | Path] | str, **options: Any) -> subprocess.CompletedProcess[Any]:
     """As `subprocess.run`, and with the further arguments of `Popen`."""

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from samestep.cli import main
 from support.commands import Popen
 
@@ -64,19 +62,10 @@ def run_command(
     try:
         out, err = process.communicate(timeout=timeout)
     except BaseException:
-        kill_tree(process.pid)
+        process.kill_all()
         process.communicate()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in [*root.children(recursive=True), root]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 def samestep_command(
