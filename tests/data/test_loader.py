@@ -333,10 +333,11 @@ def test_workers_leave_the_decision_to_the_rank(number: signal.Signals) -> None:
 
 
 SCRIPT = """
-import itertools, multiprocessing, sys
+import itertools, multiprocessing, os, sys
 import numpy as np
 import torch
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1000  # how long torch's own exit hook waits for each worker
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 1000  # and after which a worker looks for its parent
 from samestep.data.loader import Loader
 from samestep.data.spec import read_data_arguments
 from samestep.plan.loop_plan import Task
@@ -350,27 +351,16 @@ exec(sys.argv[1])
 """
 
 
-def run_script(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+@pytest.mark.parametrize(
+    ("ending", "code"), [("pass", 0), ("1 / 0", 1), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
+)
+def test_no_worker_outlives_a_rank_that_does_not_close_its_loader(tmp_path: Path, ending: str, code: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    process = Popen([sys.executable, script, ending], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, script, f"sys.stderr = None; {ending}"]
+    process = Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
-    return process, workers
-
-
-def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
-    process, workers = run_script(tmp_path, "pass")
-    process.kill()
-    process.communicate()
-    gone, alive = psutil.wait_procs(workers, timeout=DEADLINE_S)
-    assert len(gone) == 2
-    assert not alive
-
-
-@pytest.mark.parametrize(("ending", "code"), [("pass", 0), ("1 / 0", 1), ("sys.exit(3)", 3)])
-def test_a_rank_that_never_closes_its_loader_ends_at_once(tmp_path: Path, ending: str, code: int) -> None:
-    process, workers = run_script(tmp_path, f"sys.stderr = None; {ending}")
     process.communicate("\n", timeout=DEADLINE_S)
     assert process.returncode == code
     assert not psutil.wait_procs(workers, timeout=DEADLINE_S)[1]
