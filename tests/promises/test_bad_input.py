@@ -1,6 +1,5 @@
 """Bad input to the commands: one sentence, exit code 2, and nothing written or overwritten."""
 
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from promises.trial import Started, Trial, read_tree
 from promises.wrong import MISTAKES, learn_well
 from support.disks import fill
 from support.ports import reserve_port
-from support.runs import ask, check, run_command, samestep_command
+from support.runs import ask, check, samestep_command
 from support.tiny import Tiny, tiny_run, update
 
 import samestep
@@ -41,40 +40,6 @@ def assert_refused(done: Done, *expected: str) -> None:
 def launch(name: str, run_dir: Path, num_ranks: int, *flags: str) -> Done:
     command = ["launch", "--nproc-per-node", str(num_ranks), *flags, SCRIPT, run_dir, name]
     return samestep_command(*command, cwd=run_dir.parent, env=ON_LO)
-
-
-# --- options, words and variables -------------------------------------------------------------------------------------
-
-
-TRAIN = ["train", "mlp", "--run-dir", "runs/x"]
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    ([*TRAIN, "--batch-size", "33", "--micro-batch-size", "4"],
-     "batch_size 33 is not a multiple of micro_batch_size 4.*a batch_size of 32 or 36, or a micro_batch_size that"),
-    ([*TRAIN, "--nproc-per-node", "3", "--batch-size", "4", "--micro-batch-size", "2"],
-     "3 ranks cannot share a step of 2 micro-batches .*start 1 to 2 ranks, or give SAMESTEP_MICRO_BATCH_SIZE=1 "),
-    ([*TRAIN, "--snapshot-every", "2weeks"], "--snapshot-every is '2weeks': give a number of steps such as 10"),
-    ([*TRAIN, "--resume", "best"], "there is no snapshot named best"),
-    (["inspect", "x" * 300], r"xxx cannot be read \(File name too long\): fix that, or name another one"),
-    (["launch", "x" * 300], r"xxx cannot be used \(File name too long\): name another"),
-])  # fmt: skip
-def test_words(tmp_path: Path, words: list[str], said: str) -> None:
-    (tmp_path / "x.py").touch()
-    assert_refused(samestep_command(*words, cwd=tmp_path), said)
-    files = {name: content for name, content in (read_tree(tmp_path) or {}).items() if content != "directory"}
-    assert files == {"x.py": hashlib.sha256(b"").hexdigest()}
-
-
-@pytest.mark.parametrize(("variables", "said"), [
-    ({"SAMESTEP_MICRO_BATCH_SIZE": "3"}, "batch_size 8 is not a multiple of micro_batch_size 3"),
-    ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
-    ({"SAMESTEP_BATCHSIZE": "4"}, "no variable SAMESTEP_BATCHSIZE; did you mean SAMESTEP_BATCH_SIZE"),
-    ({"SAMESTEP_FRESH": "nein"}, "SAMESTEP_FRESH must be 1 or 0, not 'nein'"),
-])  # fmt: skip
-def test_variables(tmp_path: Path, variables: dict[str, str], said: str) -> None:
-    assert_refused(run_command(sys.executable, SCRIPT, "x", "nothing", cwd=tmp_path, env=ON_LO | variables), said)
-    assert read_tree(tmp_path) == {}
 
 
 # --- directories of other runs ----------------------------------------------------------------------------------------

@@ -337,6 +337,8 @@ PREPARED: dict[str, Mistake] = {
         r"run\.prepare got models, a list without state_dict and load_state_dict", objects=lambda t: {"models": []}),
     "a class of optimizers": at_start(
         r"optimizer, the class SGD: pass an object", objects=lambda t: {"optimizer": SGD}),
+    "a snapshot that is not there": at_start(
+        r"there is no snapshot named best", resume="best"),
     "a layer without a shape": at_start(
         r"layer\.weight has no shape before the first batch", objects=lambda t: {"layer": nn.LazyLinear(1)}),
     "a state that cannot be saved": at_start(
@@ -421,6 +423,9 @@ RANKS: dict[str, Mistake] = {
     "batch sizes": by_rank(
         r"batch_size is 8 on rank 0 and 16 on rank 1: make it the same on all ranks",
         lambda rank: {"batch_size": 8 * (1 + rank)}),
+    "a rank without a micro-batch": at_start(
+        r"2 ranks cannot share a step of 1 micro-batch .*: start 1 rank, or give SAMESTEP_MICRO_BATCH_SIZE=2",
+        batch_size=4, micro_batch_size=4),
     "seeds": by_rank(
         r"seed is 0 on rank 0 and 1 on rank 1: make it the same on all ranks", lambda rank: {"seed": rank}),
     "rows": by_rank(
