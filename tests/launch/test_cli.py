@@ -56,6 +56,7 @@ MISTAKES = [  # command lines, and a part of the sentence
     ("launch --fresh=1 train.py", "Option '--fresh' does not take a value"),
     ("launch --rdzv-endpoint a:1 train.py", "where several machines meet, and --nnodes is not given"),
     ("train mlp --rdzv-endpoint a:1", "where several machines meet, and --nnodes is not given"),
+    ("train mlp --seed", "Option '--seed' requires an argument"),
     ("train mlp --micro-batch-size=-1", "--micro-batch-size must be a whole number above 0, found -1"),
     ("train digitz", "there is no recipe digitz: give digits, gpt, images or mlp"),
     ("slurm", "slurm needs a script"),
@@ -119,31 +120,20 @@ def test_a_mistake_is_one_sentence_before_torch_is_imported(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def parse(command: ScriptCommand, *words: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the command that starts the target, after its name, and the values of the options."""
-    target, values = command.make_context(str(command.name), [*words]).params.values()
-    return target.to_words(), values
-
-
-def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:
-    words = ["--nproc_per_node=2", "--batch_size", "8", "--fresh", "a.py", "--seed", "1", "--", "--x"]
-    program, values = parse(run_launch, *words)
-    assert values == {"nproc_per_node": 2, "batch_size": 8, "fresh": True}
-    assert program == ["a.py", "--seed", "1", "--", "--x"]
-
-
-def test_a_module_takes_all_words_after_it() -> None:
-    program, values = parse(run_launch, "--seed", "1", "-m", "module", "--seed", "2", "-m", "--help", "--", "x")
-    assert (program, values) == (["-m", "module", "--seed", "2", "-m", "--help", "--", "x"], {"seed": 1})
-
-
-def test_flags_of_train_mix_with_the_recipes_own() -> None:
-    words = ["--save_every=5", "mlp", "50", "--seed", "1", "--show-all", "--", "--total_epochs", "2"]
-    program, values = parse(run_train, *words)
-    assert values == {"seed": 1, "show_all": True}
-    assert program == ["mlp", "--save-every=5", "50", "--total-epochs", "2"]
-    with pytest.raises(click.UsageError, match="'--seed' requires an argument"):
-        parse(run_train, "mlp", "--seed")
+@pytest.mark.parametrize(("command", "words", "target", "values"), [
+    # Flags of launch may be anywhere before the script.
+    (run_launch, ["--nproc_per_node=2", "--batch_size", "8", "--fresh", "a.py", "--seed", "1", "--", "--x"],
+     ["a.py", "--seed", "1", "--", "--x"], {"nproc_per_node": 2, "batch_size": 8, "fresh": True}),
+    # A module takes all words after it.
+    (run_launch, ["--seed", "1", "-m", "module", "--seed", "2", "-m", "--help", "--", "x"],
+     ["-m", "module", "--seed", "2", "-m", "--help", "--", "x"], {"seed": 1}),
+    # Flags of train mix with the recipe's own.
+    (run_train, ["--save_every=5", "mlp", "50", "--seed", "1", "--show-all", "--", "--total_epochs", "2"],
+     ["mlp", "--save-every=5", "50", "--total-epochs", "2"], {"seed": 1, "show_all": True}),
+])  # fmt: skip
+def test_whose_a_flag_is(command: ScriptCommand, words: list[str], target: list[str], values: dict[str, Any]) -> None:
+    found, options = command.make_context(str(command.name), words).params.values()
+    assert (found.to_words(), options) == (target, values)
 
 
 def test_a_recipes_help_is_its_own_and_launchs() -> None:
