@@ -16,7 +16,7 @@ SCRIPTS = ("mlp", "batchnorm", "gan", "phases", "passes", "stream")  # and stage
 KINDS = ("kill", "kill_all", "power", "flip", "freeze", "stop", "full")
 LABELS = (
     "fsync", "os.rename", "open", "write", "os.mkdir", "os.rmdir", "exchange", "broadcast", "recv.wait",
-    "send.wait", "isend", "join", "store.set", "store.check", "condition", "queue.get", "event.wait",
+    "send.wait", "isend", "join", "store.set", "store.check", "irecv", "queue.get", "event.wait",
 )  # fmt: skip
 STEPS_PER_EPOCH = 5  # of all scripts
 # Focus -> the points from one death to the next, at most.

@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -282,24 +283,21 @@ def _build_threading(own: Owner) -> Facade:
             return own.process.wait(self.is_set, timeout, "event.wait")
 
     class Condition(Lock):
-        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-            if not predicate():
-                self.__exit__()
-                own.process.wait(predicate, timeout, "condition")
-                self.__enter__()
-            return predicate()
+        """Of forks that wait for threads, and threads for forks: a simulated process does not fork."""
+
+        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> None:
+            assert predicate()
 
         def notify_all(self) -> None:
-            """Do nothing: the scheduler looks at the predicates."""
+            """Do nothing: no thread waits."""
 
     class Thread:
         def __init__(
-            self, group: None = None, target: Any = None, name: str = "thread", args: Any = (), kwargs: Any = None,
-            *, daemon: bool | None = None,
-        ) -> None:  # fmt: skip
+            self, target: Callable[..., Any] = do_nothing, args: Sequence[Any] = (), *, name: str, daemon: bool = False
+        ) -> None:
             self.name = name
-            self.daemon = bool(daemon)
-            self._call = target, args, kwargs or {}
+            self.daemon = daemon
+            self._call = partial(target, *args)
             self._task: Task | None = None
 
         def start(self) -> None:
@@ -313,9 +311,7 @@ def _build_threading(own: Owner) -> Facade:
                 raise Killed from None
 
         def run(self) -> None:
-            target, args, kwargs = self._call
-            if target is not None:
-                target(*args, **kwargs)
+            self._call()
 
         def is_alive(self) -> bool:
             return self._task is not None and not self._task.is_done
@@ -326,8 +322,8 @@ def _build_threading(own: Owner) -> Facade:
                 own.process.wait(lambda: task.is_done, timeout, f"join {self.name}")
 
     class Timer(Thread):
-        def __init__(self, interval: float, function: Any, args: Any = (), kwargs: Any = None) -> None:
-            super().__init__(target=function, args=args or (), kwargs=kwargs, name="timer")
+        def __init__(self, interval: float, function: Callable[..., Any], args: Sequence[Any]) -> None:
+            super().__init__(function, args, name="timer")
             self._interval_s = interval
             self._is_cancelled = Event()
 
@@ -366,16 +362,15 @@ def _build_queue(own: Owner) -> Facade:
         def __class_getitem__(cls, _: Any) -> type:
             return cls
 
-        def __init__(self, *_: Any) -> None:
+        def __init__(self) -> None:
             self._items: collections.deque[Any] = collections.deque()
 
-        def put(self, item: Any, *_: Any, **__: Any) -> None:
+        def put(self, item: Any) -> None:
             self._items.append(item)
             own.process.point("queue.put")
 
-        def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            if not own.process.wait(lambda: self._items, timeout if block else 0.0, "queue.get"):
-                raise queue.Empty
+        def get(self) -> Any:
+            own.process.wait(lambda: self._items, None, "queue.get")
             return self._items.popleft()
 
     return Facade(queue, SimpleQueue=SimpleQueue)
