@@ -104,13 +104,6 @@ def read_content(run_dir: Path) -> dict[str, str]:
     }
 
 
-def damage(path: Path) -> None:
-    """Flips one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 # --- the copies -------------------------------------------------------------------------------------------------------
 
 

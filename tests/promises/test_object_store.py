@@ -17,10 +17,10 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
-from promises.test_node_replication import damage
 from promises.trial import KILLED, Outcome, Undisturbed, enter_node, fail, read_outcome, read_restarts
 from support.runs import check, find_tests, samestep_command
 from support.selection import one_in
+from support.snapshots import flip
 
 import samestep
 from samestep.errors import Error
@@ -153,7 +153,7 @@ def test_a_flipped_bit(
 ) -> None:  # fmt: skip
     """The run resumes from the snapshot before and writes the damaged one again. With no sound one it is an error."""
     fail(cluster.spawn, 0, 1, fault=KILLED, settled=True)
-    damage(cluster.store / "snapshots/step-00000006" / file)
+    flip(cluster.store / "snapshots/step-00000006" / file, -9)
     capfd.readouterr()
     cluster.spawn(1)
     said = capfd.readouterr().out
@@ -161,7 +161,7 @@ def test_a_flipped_bit(
     assert cluster.outcome() == undisturbed()
     assert read_restarts(cluster.store)[0]["from_step"] == 5, "the step of the best snapshot"
     for name in cluster.snapshots():
-        damage(cluster.store / "snapshots" / name / file)
+        flip(cluster.store / "snapshots" / name / file, -9)
     with pytest.raises(Error, match=f"no snapshot in {cluster.url} can be used"):
         cluster.spawn(2)
 
@@ -242,7 +242,7 @@ def test_no_bucket_is_made() -> None:
     assert not Path("/samestep-has-no-such-bucket").exists()
 
 
-def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_going_back(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """Machine 1 goes back to step 3. Later snapshots are moved, and machine 0 does not resume from its own copy."""
     cluster.spawn(0, 1, fault="stop all ranks at step 9 in forward", keep_last=9)
     assert cluster.snapshots()[-1] == "step-00000010"

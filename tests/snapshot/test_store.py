@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states import assert_same, make_state, take_rows, write_divided
-from support.snapshots import read_snapshot, write_snapshot
+from support.snapshots import flip, read_snapshot, write_snapshot
 
 from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.snapshot.manifest import FORMAT, Snapshot, find_damage, name_part, read_manifest
@@ -106,12 +106,6 @@ def test_what_cannot_be_found_is_reported_with_what_can(store: Store) -> None:
 
 
 # --- damage -------------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path, place: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1 << bit
-    path.write_bytes(data)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

@@ -140,7 +140,7 @@ def test_an_index_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     assert WebDataset(tmp_path)[0]["__key__"] == "train/0000", "without a mark, it is built again"
 
 
-def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:
+def test_arrow_data_sets_of_hugging_face() -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"x": [float(i) for i in range(SAMPLES)]}).with_format("torch")
     with Loader(read_data_arguments(data), [Task(np.array([5, 2]), 0)], device=torch.device("cpu")) as loader:

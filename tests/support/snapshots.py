@@ -27,6 +27,13 @@ def read_snapshot(store: Store, snapshot: Snapshot, kind: Any = Object) -> dict[
     return state
 
 
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    """Flip a bit of a file. `place`: of its byte; negative: from the end."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
 def list_steps(run_dir: Path) -> list[int]:
     """Return the steps of a run's snapshots, oldest first."""
     return [snapshot.step for snapshot in Store(run_dir).snapshots()]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.runs import ask, refuse
-from support.snapshots import write_snapshot
+from support.snapshots import flip, write_snapshot
 
 from samestep.hashing import hash_short
 from samestep.plan.ledger import RECORD, Entry, combine, to_bits
@@ -149,9 +149,7 @@ def test_damage_is_shown(run: Path) -> None:
     for step, name in ((3, None), (6, None), (6, "best")):
         write_snapshot(store, STATE, step=step, name=name)
     os.truncate(store.path / "step-00000006" / "state.json", 3)
-    with open(store.path / "step-00000003" / "tensors-00000.safetensors", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"!")
+    flip(store.path / "step-00000003" / "tensors-00000.safetensors", -1)
     out = inspect(run, "--check", code=1)
     damage = r"tensors-00000.safetensors is damaged \(somewhere in bytes \d+ to \d+\)"
     state = r"6 .* state.json has 3 bytes, not \d+"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.runs import ask, check, clean_variables, read_facts, samestep_command
+from support.snapshots import flip
 
 from samestep.plan.ledger import Entry, to_float
 from samestep.snapshot.logs import read_records
@@ -143,13 +144,12 @@ def test_one_micro_batch(home: Path) -> None:
 
 def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
     [tensors] = (home / "run/snapshots/step-00000008").glob("*.safetensors")
-    content = tensors.read_bytes()
-    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip(tensors, -1)
     (home / "other.py").write_text(f"{SCRIPT}\n# changed\n")
     try:
         out = replay(home, "--step", 8, "other.py")
     finally:
-        tensors.write_bytes(content)
+        flip(tensors, -1)
     assert "skipping the snapshot step-00000008, which is damaged: " in out
     assert "replaying steps 0 to 8 from the beginning" in out
     assert "not as in the run: script (file train.py -> other.py, sha256 " in out
