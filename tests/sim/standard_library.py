@@ -64,7 +64,7 @@ def build_modules(
     return {
         "time": _build_time(own),
         "os": _build_os(own),
-        "sys": _build_sys(own),
+        "sys": _build_sys(),
         "builtins": _build_builtins(own, import_module),
         "threading": _build_threading(own),
         "queue": _build_queue(own),
@@ -190,14 +190,8 @@ def _build_os(own: Owner) -> Facade:
     )
 
 
-def _build_sys(own: Owner) -> Facade:
-    class Output(io.StringIO):
-        def write(self, text: str) -> int:
-            if text.strip():
-                own.process.output.append(text.rstrip("\n"))
-            return len(text)
-
-    output = Output()
+def _build_sys() -> Facade:
+    output = io.StringIO()  # gets nothing: see `print` of the builtins
     return Facade(
         sys,
         stdout=output,
@@ -210,7 +204,7 @@ def _build_sys(own: Owner) -> Facade:
 
 
 def _build_builtins(own: Owner, import_module: Callable[..., Any]) -> Facade:
-    def show(*words: Any, sep: str | None = " ", end: str | None = "\n", **_: Any) -> None:
+    def show(*words: Any, sep: str | None = " ", **_: Any) -> None:
         if text := (" " if sep is None else sep).join(map(str, words)).rstrip("\n"):
             own.process.output.append(text)
         if words[:1] == ("step",):  # a step of a script begins
