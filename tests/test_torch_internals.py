@@ -7,36 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import samestep
 from samestep import torch_internals
-
-
-def test_a_version_counts_writes_but_not_those_through_data() -> None:
-    """Without `_version`: compare copies of the values, as for buffers on the CPU; slower, the same results."""
-    tensor = torch.zeros(3)
-    before = torch_internals.read_version(tensor)
-    tensor.data.add_(1)
-    assert torch_internals.read_version(tensor) == before
-    tensor.add_(1)
-    assert torch_internals.read_version(tensor) == before + 1
-
-
-def wait_for_one_that_is_cut_off() -> str:
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        torch_internals.break_gloo_connections()
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        dist.destroy_process_group()
-        return str(error)
-    return ""
-
-
-def test_broken_connections_end_a_wait() -> None:
-    """With one of several messages: gloo has not sent, or not received, or sees that the connection is closed."""
-    assert "gloo/transport" in samestep.spawn(wait_for_one_that_is_cut_off, 2)
 
 
 def test_the_backend_of_gpus_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
