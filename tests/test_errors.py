@@ -1,5 +1,5 @@
 """The codes of errors: docs/errors.md has a row for each, a program of error_programs.md causes it, and a code survives
-every way in which an error travels.
+every way in which an error travels. (To the process that has called `spawn`: test_mistakes.py.)
 """
 
 import ast
@@ -14,16 +14,13 @@ from types import ModuleType
 
 import cloudpickle
 import pytest
-from promises.wrong import Unreadable
 from support.commands import run_line
 from support.runs import clean_variables, run_command
 from support.selection import one_in
 from support.source import parse_source
-from support.tiny import Tiny
 
-import samestep
 from samestep.data.loader import locate_error, pack
-from samestep.errors import Error, InvalidValue, MissingPackage, RunDirectoryError, add_code, explain
+from samestep.errors import Error, InvalidValue, MissingPackage, explain
 from samestep.launch.rank_reports import MAX_REASON, build_failure
 from samestep.snapshot.mirror import Unreachable
 
@@ -157,27 +154,6 @@ def test_from_a_rank_to_its_launcher() -> None:
 )
 def test_errors_of_the_system(error: OSError, code: str) -> None:
     assert explain(error).code == code
-
-
-def fail_on_rank_0() -> None:
-    raise RunDirectoryError("damaged", code="SS408")
-
-
-def train(directory: Path) -> None:
-    """Rank 1 writes the code of an error that rank 0 has found. Then a loader worker of any rank fails."""
-    tiny = Tiny(None)
-    try:
-        tiny.run._context.group.once(fail_on_rank_0)
-    except RunDirectoryError as error:
-        (directory / str(tiny.run.rank)).write_text(add_code(str(error), error.code))
-    tiny.train(data=Unreadable(20), num_workers=1)
-
-
-def test_from_rank_to_rank_and_from_a_worker_to_the_process_that_has_called_spawn(tmp_path: Path) -> None:
-    with pytest.raises(Error, match="sample 20") as caught:
-        samestep.spawn(train, 2, (tmp_path,))
-    assert caught.value.code == "SS301"
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["damaged [SS408]"] * 2
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------------

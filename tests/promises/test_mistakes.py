@@ -35,6 +35,7 @@ def assert_caught(name: str, found: Mistake, num_ranks: int, run_dir: Path) -> s
     with pytest.raises(samestep.Error) as caught:
         samestep.spawn(train, num_ranks, (name, run_dir))
     assert_sentence(str(caught.value), found.sentence)
+    assert re.fullmatch(r"SS\d{3}", caught.value.code)
     if found.at == "start":
         assert {path.name for path in run_dir.parent.rglob("*") if path.is_file()} <= {LOCK}
         return caught.value
