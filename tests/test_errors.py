@@ -133,9 +133,12 @@ def test_pickling(error: Error, pickler: ModuleType) -> None:
         assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
 
 
-def test_from_a_loader_worker_to_the_rank() -> None:
-    error = pickle.loads(pickle.dumps(pack(Unreachable("s3://x", "no")))).error
-    assert (error.code, locate_error(error, None, 1, "step 2").code) == ("SS416", "SS416")
+def test_from_the_data_set_to_the_rank() -> None:
+    """In the rank itself, and in a loader worker. The error's class takes other arguments than a message."""
+    error = Unreachable("s3://x", "no")
+    for found in (error, pickle.loads(pickle.dumps(pack(error))).error):
+        located = locate_error(found, None, 1, "step 2")
+        assert (located.code, str(located)) == ("SS416", f"{error}, on rank 1 in step 2")
 
 
 def test_from_a_rank_to_its_launcher() -> None:

@@ -251,17 +251,6 @@ def test_a_failure_keeps_its_traceback_in_the_log_of_the_rank(tmp_path: Path) ->
     assert "in fail_with_key_error" in kept
 
 
-class OwnError(Error):
-    def __init__(self, file: str, line: int) -> None:
-        super().__init__(f"{file}, line {line} is empty")
-
-
-def test_a_scripts_own_subclass_of_error() -> None:
-    """Its constructor takes other arguments."""
-    located = locate_error(OwnError("a.txt", 3), None, 1, "step 4")
-    assert str(located) == "a.txt, line 3 is empty, on rank 1 in step 4"
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_getitems_must_give_a_sample_for_each_index(num_workers: int) -> None:
     class Short(Many):
