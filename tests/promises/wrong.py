@@ -302,6 +302,8 @@ LOOPS: dict[str, Mistake] = {
         r"the steps of epoch 0 can be iterated over once", after_epoch=lambda t: t.take(t.epoch)),
     "a step of the past": in_loop(
         r"step 0 is over, since step 1 has begun", then=iterate_first_step_again),
+    "restore in the loop": in_loop(
+        r"run\.restore in the loop would change what is trained", then=lambda t: t.run.restore("best")),
     "a loop inside a loop": in_loop(
         r"this run is inside another loop: call run\.epochs\(\) or run\.steps\(\) after that",
         num_epochs=1, then=Tiny.train),
@@ -318,6 +320,10 @@ PREPARED: dict[str, Mistake] = {
         lambda run: run.prepare(nn.Linear(4, 1))),
     "evaluate without prepare": at_start(
         r"call run\.prepare\(model=.*\) before run\.evaluate", lambda run: run.evaluate(score, Pairs())),
+    "restore without prepare": at_start(
+        r"call run\.prepare.* before run\.restore", lambda run: run.restore("best")),
+    "restore without a snapshot": at_start(
+        r"there is no snapshot in .* yet", do=lambda t: t.run.restore("latest")),
     "SyncBatchNorm": at_start(
         r"model\.1 is a SyncBatchNorm, whose statistics .*: use BatchNorm",
         model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))),
