@@ -320,6 +320,15 @@ PREPARED: dict[str, Mistake] = {
         lambda run: run.prepare(nn.Linear(4, 1))),
     "evaluate without prepare": at_start(
         r"call run\.prepare\(model=.*\) before run\.evaluate", lambda run: run.evaluate(score, Pairs())),
+    **{f"evaluate with micro-batches of {size!r}": at_start(
+        r"micro_batch_size must be a whole number above 0",
+        do=lambda t, size=size: t.run.evaluate(score, Pairs(), micro_batch_size=size))
+       for size in (0, -1, "2", 1.5)},
+    "evaluate of nothing": at_start(r"the data set .* is empty", do=lambda t: t.run.evaluate(score, [])),
+    "evaluate with exchanged arguments": at_start(
+        r"not a Pairs: call run\.evaluate\(score, data\)", do=lambda t: t.run.evaluate(Pairs(), score)),
+    "restore without a directory": Mistake(
+        lambda run_dir: Tiny().run.restore("best"), r"this run has no directory", "start"),
     "restore without prepare": at_start(
         r"call run\.prepare.* before run\.restore", lambda run: run.restore("best")),
     "restore without a snapshot": at_start(
