@@ -6,23 +6,96 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import IO, Any
 
 import psutil
 import pytest
-from processes import Command
+from support.commands import Popen
 from support.disks import open_disk
-from support.runs import check
+from support.runs import check, clean_variables
 from support.selection import one_in
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 from samestep.launch import forkserver
+
+
+class Command:
+    """Starts `samestep` in a directory, and finds all its processes. `temporary`: its directory for temporary files."""
+
+    def __init__(self, directory: Path, temporary: str) -> None:
+        self.directory = directory
+        self.variables = clean_variables({"TMPDIR": temporary})
+        self.started: list[Popen] = []
+
+    def write(self, name: str, text: str) -> None:
+        path = self.directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    def start(
+        self,
+        *arguments: str,
+        program: str = "samestep",
+        stdout: int | IO[str] = subprocess.PIPE,
+        real: bool = False,
+    ) -> Popen:
+        """Start it in its own process group, as a shell does. `real`: in a new interpreter."""
+        process = Popen(
+            [sys.executable, *(["-m", program] if program else []), *arguments],
+            real=real,
+            cwd=self.directory,
+            env=self.variables,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            process_group=0,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: str, program: str = "samestep") -> subprocess.CompletedProcess[str]:
+        return self.finish(self.start(*arguments, program=program))
+
+    def finish(self, process: Popen) -> subprocess.CompletedProcess[str]:
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the live processes of this command, including children of the ranks."""
+        return [process for started in self.started for process in started.processes()]
+
+    def wait_for(self, *names: str) -> None:
+        """Wait until the ranks have created these files."""
+        wait_until(lambda: all((self.directory / name).exists() for name in names), f"files {names}")
+
+    def assert_nothing_left(self) -> None:
+        wait_until(lambda: not self.processes(), "no process left")
+
+    def assert_no_files_left(self) -> None:
+        assert list(Path(self.variables["TMPDIR"]).glob("samestep-*")) == []
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    """A command in an empty directory. Kills its processes at the end."""
+    # Not in pytest's directory: data loaders open sockets here, and the path of a socket is limited to 107 bytes.
+    with TemporaryDirectory(prefix="t-", dir="/tmp") as temporary:
+        command = Command(tmp_path, temporary)
+        yield command
+        for process in command.started:
+            with process:  # waits for its end, and closes its streams
+                process.kill()
+        command.assert_nothing_left()
+
 
 # Rank 1 executes the argument while the others wait for it in a collective.
 FAIL = """
