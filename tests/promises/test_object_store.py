@@ -133,15 +133,25 @@ def test_killed_during_an_upload(cluster: Cluster, undisturbed: Undisturbed, mom
     check_complete(cluster, undisturbed)
 
 
+# The rank that was rank 0 at the start dies in an upload.
+DYING = """
+import os
+from promises.test_object_store import train_planted
+
+plan = [("kill", {part!r}, {count})] if os.environ["RANK"] == "0" else []
+train_planted({url!r}, plan, {{"snapshot_every": 3, "settled": True}})
+"""
+
+
 @pytest.mark.parametrize("moment", one_in(5, [moment for moment in MOMENTS if moment != "record"] + ["last"]))
 def test_another_rank_continues_an_upload(
     cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path, moment: str
 ) -> None:
     """Rank 0 dies in it. No rank starts again, and nothing is missing at the URL."""
     part, count, _ = (MOMENTS | {"last": ("step-00000015/tensors-00000.safetensors", 0, 15)})[moment]
-    words = [cluster.url, part, str(count)]
+    (tmp_path / "script.py").write_text(DYING.format(url=cluster.url, part=part, count=count))
     env = {"PYTHONPATH": find_tests(), "SAMESTEP_LOCAL_DIR": str(cluster.machine(0))}
-    command = ["launch", "--nproc-per-node", "3", "--heal", str(Path(__file__).with_name("planted.py")), *words]
+    command = ["launch", "--nproc-per-node", "3", "--heal", "script.py"]
     assert "lost rank 0 in step " in check(samestep_command(*command, cwd=tmp_path, env=env)).stderr
     assert not read_restarts(cluster.store)
     check_complete(cluster, undisturbed)
