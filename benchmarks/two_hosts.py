@@ -7,14 +7,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+import psutil  # type: ignore[import-untyped,unused-ignore]
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.hosts import Host, open_hosts, run, why_not
-from support.runs import clean_variables, kill_tree
+from support.runs import clean_variables
 
 INTERFACE = "eth0"
 
@@ -63,6 +65,15 @@ def start_on(
             if process.poll() is None:  # else its number may be another one's by now
                 kill_tree(process.pid)
             process.wait()
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [*root.children(recursive=True), root]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def measure_on(hosts: list[Host], commands: list[list[str]], found: Path) -> Any:
