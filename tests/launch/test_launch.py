@@ -315,6 +315,17 @@ def test_nothing_outlives_a_killed_launcher(command: Command, victim: str) -> No
     wait_until(lambda: not list(Path(command.variables["TMPDIR"]).glob("samestep-*")), "no file left")
 
 
+def test_no_rank_outlives_a_launcher_that_is_killed_with_its_server(command: Command) -> None:
+    command.write("sleeping.py", "import time; open('ready', 'w').close(); time.sleep(600)")
+    launch = command.start("launch", "sleeping.py")
+    command.wait_for("ready")
+    [server] = [process for process in command.processes() if process.ppid() == launch.pid]
+    server.suspend()  # so that it does not end the rank itself
+    launch.kill()
+    server.kill()
+    command.assert_nothing_left()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ports_are_open_on_this_machine_alone(command: Command) -> None:
     command.write("port.py", "import os; print(os.environ['MASTER_PORT'], open('/proc/net/tcp').read())")
