@@ -59,6 +59,10 @@ compute_norms: Callable[[list[Tensor], float], Sequence[Tensor]] = torch._foreac
 # Multiplies each tensor of a list by a number, in place.
 multiply_all: Callable[[list[Tensor], float], None] = torch._foreach_mul_
 
+# In place: divides each tensor of a list by a number of its own; rounds each tensor of a list to whole numbers.
+divide_all: Callable[[list[Tensor], list[int]], None] = torch._foreach_div_
+round_all: Callable[[list[Tensor]], None] = torch._foreach_round_
+
 # Adds lists of tensors, pair by pair, in place. A call per tensor takes longer than the sum of a small gradient.
 add_all: Callable[[list[Any], list[Any]], None] = torch._foreach_add_
 

@@ -131,11 +131,11 @@ PLANTED = (
     ),
     Planted(
         "a buffer is divided by the number of all micro-batches of one rank", "engine/buffers.py",
-        "mean = total / count", "mean = total / max(1, count - 1)",
+        "[counts[k] for k in sums_of_several])", "[counts[k] - 1 for k in sums_of_several])",
     ),
     Planted(
         "a micro-batch begins with the buffers that the one before it has left", "engine/buffers.py",
-        "        self.tensor.data.copy_(self.start)\n", "        pass\n",
+        "        _copy([self._tensors[k] for k in changed], [self._starts[k] for k in changed])\n", "",
     ),
     Planted(
         "the fingerprints of the last rank are dropped", "train/step.py",
@@ -286,7 +286,7 @@ PLANTED = (
     ),
     Planted(
         "the mean of whole numbers in a buffer is cut off", "engine/buffers.py",
-        "(mean.round() if is_whole else mean)", "mean", test="engine/test_buffers.py",
+        "            round_all(whole)\n", "            pass\n", test="engine/test_buffers.py",
     ),
     Planted(
         "a lane of a stream continues without its seed", "data/lanes.py",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from samestep.engine.exchange import ReductionPlan
 from samestep.engine.leaf import Grads, PartialSums
 from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout
-from samestep.torch_internals import get_buffers, get_non_persistent, read_version
+from samestep.torch_internals import copy_all, divide_all, get_buffers, get_non_persistent, read_version, round_all
 from samestep.world.group import Group
 
 Place = tuple[str, str]  # the path of a module, and the name of its buffer
@@ -44,78 +44,23 @@ def spread_buffers(module: nn.Module) -> None:
                 get_buffers(each)[name] = buffer.contiguous()
 
 
-class _Buffer:
-    """A buffer, at the first place where a module holds it, in a pass over a step's micro-batches.
-
-    Args:
-        held_by: the module's own dict, which changes with it.
+class _Buffer(NamedTuple):
+    """A buffer, at the first place where a module holds it.
 
     Attributes:
         path: for messages.
-        tensor, start: the buffer, and its values at the beginning of each micro-batch.
-        leader: the buffer whose version counts the changes of this one, too.
+        held_by: the module's own dict, which changes with it.
     """
 
-    def __init__(self, path: str, held_by: dict[str, Tensor | None], name: str) -> None:
-        self.path = path
-        self._held_by = held_by
-        self._name = name
-        self.leader = self
-        self._is_uncounted = False  # its version does not count all changes
-        self.hold()
+    path: str
+    held_by: dict[str, Tensor | None]
+    name: str
 
-    def _read(self) -> Tensor:
-        tensor = self._held_by.get(self._name)
+    def read(self) -> Tensor:
+        tensor = self.held_by.get(self.name)
         if tensor is None:
             _refuse_places(self.path)
         return tensor
-
-    def hold(self) -> None:
-        """Remember the present values."""
-        self.tensor = self._read()
-        self.start = self.tensor.detach().clone()
-        self._version = read_version(self.tensor)
-
-    def is_changed(self, *, compares: bool) -> bool:
-        """Return whether it was written or replaced. One of another rank (on the meta device) never is.
-
-        The version of a tensor counts writes, but not those through `.data`.
-
-        Args:
-            compares: whether to compare the values, too.
-        """
-        if self.tensor.is_meta:
-            return False
-        if self._held_by.get(self._name) is not self.tensor or read_version(self.tensor) != self._version:
-            return True
-        if not (compares or self._is_uncounted) or torch.equal(self.tensor, self.start):
-            return False
-        self._is_uncounted = True
-        return True
-
-    def take(self) -> Tensor:
-        """Return the value that a micro-batch gave it, in the type of the sum, and restore the value before.
-
-        Raises:
-            UsageError: its shape has changed, or it is gone.
-        """
-        start = self.start
-        value = self._read().detach()
-        if value.shape != start.shape:
-            raise UsageError(
-                f"buffer {self.path} changed its shape during a step, from {tuple(start.shape)} to "
-                f"{tuple(value.shape)}: keep its shape, or register a cache with persistent=False",
-                code="SS208",
-            )
-        widened = value.to(start.device, _widen(start), copy=True)
-        self.restore()
-        return widened
-
-    def restore(self) -> None:
-        """Restore the value of `hold`."""
-        self.tensor.data.copy_(self.start)
-        self._held_by[self._name] = self.tensor
-        self._version = read_version(self.tensor)
 
 
 class Buffers:
@@ -158,23 +103,30 @@ class Buffers:
     def _follow(self, places: Mapping[Place, Tensor]) -> None:
         """Follow the buffers at these places from now on."""
         self._places = {*places}
-        found: dict[int, _Buffer] = {}
+        numbers: dict[int, int] = {}  # the identity of a tensor, which may have several places -> its number
+        self.followed = []
         for (path, name), tensor in places.items():
-            if id(tensor) not in found:  # else it has several places
-                found[id(tensor)] = _Buffer(f"{path}.{name}", self._modules[path][0], name)
+            if id(tensor) not in numbers:
+                numbers[id(tensor)] = len(numbers)
+                self.followed.append(_Buffer(f"{path}.{name}", self._modules[path][0], name))
+        # Per buffer: the one whose version counts the changes of this one, too. torch does not count its own writes to
+        # the statistics of BatchNorm, which change with their counter.
+        self._leaders = [*range(len(numbers))]
         for (path, name), tensor in places.items():
-            # torch does not count its own writes to the statistics of BatchNorm, which change with their counter.
             counter = places.get((path, "num_batches_tracked"))
             if counter is not None and name in ("running_mean", "running_var"):
-                found[id(tensor)].leader = found[id(counter)]
-        self.followed = [*found.values()]
+                self._leaders[numbers[id(tensor)]] = numbers[id(counter)]
+        self._uncounted = set[int]()  # those whose versions do not count all changes
+        # Per buffer: the tensor, its values at the beginning of each micro-batch, and its version when it had them.
+        self._tensors = [each.read() for each in self.followed]
+        self._starts = [tensor.detach().clone() for tensor in self._tensors]
+        self._versions = [*map(read_version, self._tensors)]
         self._use([])
 
     def _use(self, active: Sequence[int]) -> None:
         """Exchange these buffers: those that have changed in any pass, on any rank."""
         self._active = active
-        buffers = [self.followed[k] for k in active]
-        widened = [(buffer.path, torch.empty_like(buffer.tensor, dtype=_widen(buffer.tensor))) for buffer in buffers]
+        widened = [(self.followed[k].path, _allocate_sum(self._starts[k])) for k in active]
         self.plan = ReductionPlan(widened, self._group)
 
     def begin(self, layout: Layout) -> None:
@@ -191,19 +143,42 @@ class Buffers:
             self._follow(places)
         if not self.followed:
             return
-        for k in {*self._find_changes(), *self._active}:
-            self.followed[k].hold()
+        held = [k for k in {*self._find_changes(), *self._active} if not self._tensors[k].is_meta]
+        for k in held:
+            tensor = self._tensors[k] = self.followed[k].read()
+            if _find_kind(tensor) != _find_kind(self._starts[k]):
+                self._starts[k] = torch.empty_like(tensor)
+        _copy([self._starts[k] for k in held], [self._tensors[k] for k in held])
+        self._versions = [*map(read_version, self._tensors)]
 
     def undo(self) -> None:
         """Restore the values that `hold` has remembered."""
-        for k in self._find_changes():
-            self.followed[k].restore()
+        self._restore(self._find_changes())
+
+    def _restore(self, changed: Sequence[int]) -> None:
+        if not changed:
+            return
+        _copy([self._tensors[k] for k in changed], [self._starts[k] for k in changed])
+        for k in changed:
+            self.followed[k].held_by[self.followed[k].name] = self._tensors[k]
+        self._versions = [*map(read_version, self._tensors)]
 
     def _find_changes(self) -> list[int]:
-        """Return the buffers that were written or replaced."""
-        compares = self._num_passes <= PASSES_COMPARED
-        changed = {buffer for buffer in self.followed if buffer.is_changed(compares=compares)}
-        return [k for k, buffer in enumerate(self.followed) if buffer in changed or buffer.leader in changed]
+        """Return the buffers that were written or replaced. One of another rank, on the meta device, never is."""
+        present = [held_by.get(name) for _, held_by, name in self.followed]
+        versions = [*map(read_version, self._tensors)]
+        changed = {
+            k
+            for k, tensor in enumerate(self._tensors)
+            if (present[k] is not tensor or versions[k] != self._versions[k]) and not tensor.is_meta
+        }
+        # The version of a tensor counts writes, but not those through `.data`.
+        compared = {*range(len(versions))} if self._num_passes <= PASSES_COMPARED else self._uncounted
+        for k in compared - changed:
+            if not (self._tensors[k].is_meta or torch.equal(self._tensors[k], self._starts[k])):
+                self._uncounted.add(k)
+                changed.add(k)
+        return [k for k, leader in enumerate(self._leaders) if k in changed or leader in changed]
 
     def take(self) -> None:
         """End the next micro-batch of this rank: note the values that it gave to buffers, and restore those before it.
@@ -211,7 +186,20 @@ class Buffers:
         Raises:
             UsageError: it has removed a buffer, or changed a shape.
         """
-        self._values.append({k: self.followed[k].take() for k in self._find_changes()})
+        changed = self._find_changes()
+        values = [self.followed[k].read() for k in changed]
+        for k, value in zip(changed, values, strict=True):
+            if value.shape != self._starts[k].shape:
+                raise UsageError(
+                    f"buffer {self.followed[k].path} changed its shape during a step, from "
+                    f"{tuple(self._starts[k].shape)} to {tuple(value.shape)}: keep its shape, or register a cache with "
+                    "persistent=False",
+                    code="SS208",
+                )
+        widened = [_allocate_sum(self._starts[k]) for k in changed]
+        _copy(widened, values)
+        self._restore(changed)
+        self._values.append(dict(zip(changed, widened, strict=True)))
 
     def pack(self) -> bytes:
         """Return this rank's entries: how many micro-batches have changed each buffer.
@@ -226,7 +214,7 @@ class Buffers:
         changed = np.fromiter(chain.from_iterable(self._values), np.int64)
         return np.bincount(changed, minlength=len(self.followed)).astype(np.uint32).tobytes()
 
-    def exchange(self, packed: Sequence[bytes]) -> list[tuple[int, Tensor]]:
+    def exchange(self, packed: Sequence[bytes]) -> dict[int, Tensor]:
         """Return the new values of the buffers that any micro-batch has changed, by number.
 
         Args:
@@ -238,7 +226,7 @@ class Buffers:
         counts = np.frombuffer(b"".join(packed), np.uint32).reshape(len(packed), -1).sum(axis=0).tolist()
         changed = [k for k, count in enumerate(counts) if count]
         if not changed:
-            return []
+            return {}
         if active := {*changed} - {*self._active}:
             self._use(sorted(active.union(self._active)))
         rows: list[Grads] = [[values.get(k) for k in self._active] for values in self._values]
@@ -252,14 +240,17 @@ class Buffers:
             for i in self.plan.bucket_of if rows else ():
                 exchange.pack(i, rows[-1][i])
             _, sums = exchange.finish(Control(Vote()))
-        totals = {k: total for k, total in zip(self._active, sums, strict=True) if total is not None}
-        return [(k, _finish(totals[k], counts[k], self.followed[k].start)) for k in changed if k in totals]
+        means = {k: total for k, total in zip(self._active, sums, strict=True) if total is not None and counts[k]}
+        if sums_of_several := {k: total for k, total in means.items() if counts[k] > 1}:
+            divide_all([*sums_of_several.values()], [counts[k] for k in sums_of_several])
+        if whole := [mean for k, mean in means.items() if _is_whole(self._starts[k])]:
+            round_all(whole)
+        return means
 
-    def finish(self, values: Sequence[tuple[int, Tensor]]) -> None:
+    def finish(self, values: Mapping[int, Tensor]) -> None:
         """Give buffers the new values."""
         with torch.no_grad():
-            for k, value in values:
-                self.followed[k].tensor.copy_(value)
+            copy_all([self._tensors[k] for k in values], [*values.values()])
 
 
 def _refuse_places(path: str) -> NoReturn:
@@ -270,13 +261,20 @@ def _refuse_places(path: str) -> NoReturn:
     )
 
 
-def _widen(tensor: Tensor) -> torch.dtype:
-    """Return the type in which a buffer is summed, so that no sum overflows, and equal values keep theirs."""
-    return torch.complex128 if tensor.is_complex() else torch.float64
+def _allocate_sum(like: Tensor) -> Tensor:
+    """Allocate a tensor for sums of a buffer. In its type, no sum overflows, and the mean of equal values is exact."""
+    return torch.empty_like(like, dtype=torch.complex128 if like.is_complex() else torch.float64)
 
 
-def _finish(total: Tensor, count: int, like: Tensor) -> Tensor:
-    """Return the new value of a buffer, from the sum over all ranks."""
-    mean = total / count
-    is_whole = not (like.is_floating_point() or like.is_complex() or like.dtype is torch.bool)
-    return (mean.round() if is_whole else mean).to(like.dtype)
+def _find_kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy values, which the versions of the targets do not count."""
+    if targets:
+        copy_all([target.data for target in targets], [source.data for source in sources])
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)

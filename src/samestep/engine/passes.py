@@ -213,7 +213,7 @@ class Reduced:
         grads: averaged gradients.
         total_weight: of the losses of all micro-batches.
         loss: weighted average over the whole batch; None if the total weight is 0.
-        buffers: the numbers and new values of changed buffers.
+        buffers: the new values of changed buffers, by number.
         error: why the pass cannot be applied, on all ranks.
     """
 
@@ -225,7 +225,7 @@ class Reduced:
     grads: Grads = field(default_factory=list)
     total_weight: float = 0.0
     loss: float | None = None
-    buffers: Sequence[tuple[int, Tensor]] = ()
+    buffers: Mapping[int, Tensor] = field(default_factory=dict)
     error: Error | None = None
 
 
