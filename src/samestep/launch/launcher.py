@@ -291,11 +291,11 @@ class Agent:
         """Note the end of a rank. `signals`: which it was sent."""
         self._pids.pop(rank)
         # A rank that ends by the signal that it was sent has not failed.
-        is_interrupted = code == INTERRUPTED and signal.SIGINT in signals
-        is_obedient = -code in (signals if code == -signal.SIGKILL else STOP_SIGNALS) and bool(signals)
+        is_killed = -code in (signals if code == -signal.SIGKILL else STOP_SIGNALS) and bool(signals)
+        is_interrupted = code == INTERRUPTED and signal.SIGINT in signals  # its report is of the KeyboardInterrupt
         self.reports.read()
         failure = self.reports.failures.get(rank) if code and not is_interrupted else None
-        if code and not (is_obedient or is_interrupted) and failure is None:
+        if code and failure is None and not (is_killed or is_interrupted):
             failure = RankFailure(rank, time_s, code, False, "died", describe_death(code))
         if failure is not None:
             failure = self._exchange_with_log(failure)

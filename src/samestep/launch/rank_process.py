@@ -20,10 +20,10 @@ from samestep.console import print_error
 from samestep.errors import Error, recognize
 from samestep.launch.rank_reports import Result, build_failure, format_error, open_streams, report, set_reports
 from samestep.processes import leave
-from samestep.world.environment import HOOK
+from samestep.world.environment import HOOK, Outcome, find_exit_code
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # from the launcher to its ranks
-INTERRUPTED = 128 + signal.SIGINT  # exit code of a rank that a KeyboardInterrupt ends
+INTERRUPTED = find_exit_code(Outcome.STOPPED, signal.SIGINT)  # exit code of a rank that a KeyboardInterrupt ends
 
 kept_signals: list[int] = []  # of the process, as signals are: before the script creates a Run
 
